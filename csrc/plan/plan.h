@@ -66,100 +66,14 @@ constexpr bool has_weight(Op op) { return op < Op::kAdd; }
 // rms_norm and what follows: what takes rows of x and has no W.
 constexpr bool is_of_rows(Op op) { return op >= Op::kRmsNorm; }
 
-// The sizes of kRope and of kRopeAppend, and what its operands are.
-struct RopeSizes {
-  int64_t heads = 1, kv_heads = 1;
-  int64_t rotated = 0;     // values of a head; even
-  int64_t positions = 1;   // rows of x of one sequence
-  int64_t angle_rows = 1;  // rows of cos and sin: of one sequence, or of all
-  bool q_norm = false, k_norm = false, interleaved = false;
-  bool whole_norms = false;   // those of q and of k are of all their heads, else of each
-  bool v_norm = false;        // of each head of v, without a weight
-  bool v_apart = false;       // x2 is v
-  bool float_angles = false;  // cos and sin are f32, not of dtype
-};
-
-// The sizes of kRopeTables. alpha of the problem is the factor of cos and sin.
-struct TableSizes {
-  int64_t rows = 1;  // of positions; more than 1: `axes` name one for each frequency
-  bool twice = false, interleaved = false, axes = false;
-};
-
-// The sizes of kCausalConv, and what its operands are.
-struct ConvSizes {
-  int64_t positions = 1;  // rows of x of one sequence
-  int64_t width = 0;      // inputs that the state holds
-  bool bias = false, silu = false;
-  bool float_weight = false;  // weight and bias are f32, not of dtype
-};
-
-// The sizes of kGatedDelta, and what its operands are. y_stride of the problem is that of rows of
-// b.
-struct DeltaSizes {
-  int64_t heads = 1, key_heads = 1;  // of v; of q and of k
-  int64_t positions = 1;             // rows of x of one sequence
-  bool float_heads = false;          // a_log and dt_bias are f32, not of dtype
-};
-
-// The sizes of kSsmScan, and what its operands are. y_stride of the problem is that of rows of a
-// gate.
-struct SsmSizes {
-  int64_t heads = 1, groups = 1;  // of x; of b and of c
-  int64_t positions = 1;          // rows of x of one sequence
-  bool float_heads = false;       // a_log, dt_bias and d are f32, not of dtype
-  float dt_min = 0, dt_max = std::numeric_limits<float>::infinity();
-};
-
-// The sizes of kRoute, and what its operands are. alpha of the problem is the factor of the
-// weights.
-struct RouteSizes {
-  int64_t groups = 1, kept_groups = 1, group_best = 2;
-  bool sigmoid = false, renormalise = false;
-  bool bias = false, choice_bias = false, shared = false;  // f32
-};
-
-// The sizes of kAttention, and what its operands are.
-struct AttentionSizes {
-  int64_t batch = 1, heads = 1, kv_heads = 1, queries = 1;
-  // Bytes, of keys and (2) of values; those of slots are w_stride and w2_stride.
-  int64_t head_stride = 0, sequence_stride = 0, head2_stride = 0, sequence2_stride = 0;
-  bool half_keys = false;  // keys are f16, values of the problem's format
-  int64_t mask_stride = 0, mask_head_stride = 0, mask_sequence_stride = 0;  // values; 0 repeats
-  int64_t window = 0;                                                       // 0: none
-  float scale = 1, softcap = 0;
-  bool causal = true, bool_mask = false, float_mask = false, sinks = false;
-  bool float_sinks = false;  // sinks are f32, not of dtype
-  bool filled = false;       // the host knows that all n slots hold rows
-  int64_t pages = 0;  // of a cache in pages, whose sequences have n slots each; 0: it has none
-};
-
 constexpr int64_t kPacked = -1;  // a stride: rows follow each other
 
-// The strides of kRopeAppend beside those of rows and slots: of the cache as AttentionSizes has
-// them; of x, and of x2 where v is apart, in values.
-struct AppendSizes {
-  bool half_keys = false;
-  bool rotated_keys = false, rotated_values = false;  // rows are of hadamard(values)
-  bool pages = false;  // one cache for all sequences, a slot for each row
-  int64_t head_stride = kPacked, sequence_stride = kPacked;
-  int64_t head2_stride = kPacked, sequence2_stride = kPacked;
-  int64_t x_head_stride = kPacked, x_sequence_stride = kPacked;
-  int64_t x2_head_stride = kPacked, x2_sequence_stride = kPacked;
-};
-
-// The sizes of the ops on experts, and what their operands are.
-struct ExpertSizes {
-  int64_t experts = 1;
-  int64_t choices = 1;    // kExpertDown: that a row of y sums
-  int64_t sharing = 1;    // choices, one after the other, that share a row of x
-  int64_t tile_rows = 8;  // kExpertTiles: a multiple of 8 up to 64, which divides m
-  int64_t stride = kPacked, stride2 = kPacked;  // W of an expert to that of the next, bytes
-  bool alternates = false;    // biases of gate and up do; else those of gate are first
-  bool is_oai = false;        // kExpertUp: gate sigmoid(alpha gate) (up + 1)
-  bool float_scores = false;  // x2 is f32, not of dtype
-  float limit = 0;            // kExpertUp: gate is at most that, |up| too; 0: none
-  float alpha = 1;
-};
+#define MM_SIZES(Struct, name, fields) \
+  struct Struct {                      \
+    fields                             \
+  };
+#define MM_FIELD(type, name, value) type name = value;
+#include "sizes.def"
 
 struct Problem {
   Op op = Op::kLinear;
@@ -180,15 +94,8 @@ struct Problem {
   float eps = 0, offset = 0;
   int64_t norm_rows = 1;  // of the weight of rms_norm, by turns for the rows of x
   Activation activation = Activation::kSilu;
-  RopeSizes rope;
-  AppendSizes append;
-  TableSizes tables;
-  ConvSizes conv;
-  DeltaSizes delta;
-  SsmSizes ssm;
-  RouteSizes route;
-  AttentionSizes attention;
-  ExpertSizes experts;
+#define MM_SIZES(Struct, name, fields) Struct name;
+#include "sizes.def"
   float alpha = 1, beta = 0;  // c is not read when beta is 0
   // linear and expert_tiles without bias, c and alpha: y is f32 [M, N], not rounded to dtype.
   bool y_f32 = false;
