@@ -25,6 +25,7 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from ..models.cache_argument import NAMES, cache_in, with_cache
+from ..models.fuse.report import describe_layers
 from ..nn.again import Again, who_notes
 from ..nn.exact import is_exact
 from ..nn.hidden import LastHidden, last_hidden
@@ -332,7 +333,8 @@ def replayed(model: Any) -> Replayed | None:
 
 
 def explain(model: Any) -> str:
-    """How the steps of a model run: what of them is replayed, and why the rest is not.
+    """How the steps of a model run: what of them is replayed, and why the rest is not; last, which
+    decoder layers fuse_ has put into our ops.
 
     ValueError: its steps are not recorded at all.
     """
@@ -344,7 +346,7 @@ def explain(model: Any) -> str:
     last = f"the last step was not: {steps.why}" if steps.why else "the last step was, too"
     lines = [f"{steps.replays} steps were replayed; {last}"]
     lines += [_line(step) for step in steps.kinds()]
-    return "\n".join(lines)
+    return "\n".join(lines + describe_layers(model))
 
 
 def _line(step: _Step) -> str:
