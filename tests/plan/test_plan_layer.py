@@ -105,6 +105,12 @@ def test_a_machine_that_waits_for_instructions_fuses_small_norms() -> None:
         assert _C.norm_is_fused(n=n + 1, **asked)
 
 
+@pytest.mark.parametrize("twice", [False, True])
+def test_rows_of_cos_and_sin(twice: bool) -> None:
+    (one,) = _C.plan("rope_tables", m=3, k=8, chip="m1", tables={"twice": twice})["passes"]
+    assert (one["args"]["n"], one["args"]["k"]) == (16 if twice else 8, 8)
+
+
 def test_a_norm_does_not_split_k() -> None:
     """Every part would need the squares of all of K."""
     sizes = {"n": 8, "k": 1 << 17, "format": "q4_0", "chip": "m4-max"}
