@@ -168,7 +168,7 @@ def test_gradients_have_the_dtypes_of_their_inputs(dtype: torch.dtype, backend: 
 def delta64(qkv: Tensor, a: Tensor, b: Tensor, a_log: Tensor, dt_bias: Tensor) -> Tensor:
     """The steps of gated_delta on a state of zeros: a head of q and k of 8 values, 2 of v of 4."""
     q, k, v = qkv.split([8, 8, 8], -1)
-    q, k = (t * (t.square().sum(-1, keepdim=True) + 1e-6).rsqrt() for t in (q, k))
+    q, k = (t * (t.square().sum(-1, keepdim=True) + 0.25).rsqrt() for t in (q, k))
     state, out = qkv.new_zeros(qkv.shape[0], 2, 8, 4), []
     decay = (-a_log.exp() * softplus(a + dt_bias)).exp()
     for i in range(qkv.shape[1]):
@@ -211,7 +211,7 @@ def recurrent_calls(each: Given) -> dict[str, tuple[Callable[..., Tensor], list[
     s = 67  # more than the chunks in which a gradient is recorded have
     return {
         "gated_delta": (
-            ops.gated_delta.default,
+            lambda *given: ops.gated_delta(*given, 0.25),
             each((2, s, 24), (2, s, 2), (2, s, 2), (2,), (2,)),
             (2, 2, 8, 4),
         ),
