@@ -7,11 +7,9 @@ namespace metalmm {
 namespace {
 
 constexpr const char* kOps[] = {
-    "linear",       "swiglu_up",    "swiglu_down", "expert_linear", "expert_down", "expert_up",
-    "expert_tiles", "embedding",    "dequantize",  "rope_append",   "attention",   "add",
-    "sub",          "mul",          "div",         "dot",           "act_mul",     "hadamard",
-    "rms_norm",     "add_rms_norm", "rope",        "rope_tables",   "route",       "causal_conv",
-    "gated_delta",  "ssm_scan"};
+#define MM_SEVERAL(op, name) #name,
+#include "problems.def"
+};
 static_assert(sizeof kOps / sizeof *kOps == static_cast<size_t>(Op::kCount));
 
 constexpr const char* kCodecs[] = {
@@ -61,6 +59,11 @@ std::vector<StrategyId> strategies_of(Op op) {
     }
   };
   switch (op) {
+#define MM_SINGLE(op, name, strategy, why) \
+  case Op::op:                             \
+    return {S::strategy};
+#define MM_PLANNED(op, name, strategy) MM_SINGLE(op, name, strategy, )
+#include "problems.def"
     case Op::kLinear:
       binds(kBindGemv);
       binds(kBindArranged);
@@ -68,61 +71,12 @@ std::vector<StrategyId> strategies_of(Op op) {
       out.push_back(S::dense);
       out.push_back(S::split_reduce);
       break;
-    case Op::kSwigluUp:
-      binds(kBindSwigluUp);
-      break;
     case Op::kSwigluDown:
-      binds(kBindSwigluDown);
-      out.push_back(S::split_reduce);
-      break;
-    case Op::kExpertLinear:
-      return {S::expert_gemv};
-    case Op::kExpertDown:
-      return {S::expert_down};
-    case Op::kExpertUp:
-      return {S::expert_up};
+      return {S::swiglu_down, S::split_reduce};
     case Op::kExpertTiles:
       return {S::expert_gemm};
-    case Op::kEmbedding:
-      binds(kBindEmbedding);
-      break;
-    case Op::kDequantize:
-      binds(kBindDequantize);
-      break;
-    case Op::kRopeAppend:
-      return {S::rope_append};
     case Op::kAttention:
       return {S::attention_split, S::attention_tile, S::sdpa};
-    case Op::kAdd:
-      return {S::elementwise_add};
-    case Op::kSub:
-      return {S::elementwise_sub};
-    case Op::kMul:
-      return {S::elementwise_mul};
-    case Op::kDiv:
-      return {S::elementwise_div};
-    case Op::kDot:
-      return {S::dot};
-    case Op::kActMul:
-      return {S::act_mul};
-    case Op::kHadamard:
-      return {S::hadamard};
-    case Op::kRmsNorm:
-      return {S::rms_norm};
-    case Op::kAddRmsNorm:
-      return {S::add_rms_norm};
-    case Op::kRope:
-      return {S::rope};
-    case Op::kRopeTables:
-      return {S::rope_tables};
-    case Op::kRoute:
-      return {S::route};
-    case Op::kCausalConv:
-      return {S::causal_conv};
-    case Op::kGatedDelta:
-      return {S::gated_delta};
-    case Op::kSsmScan:
-      return {S::ssm_scan};
     case Op::kCount:
       break;
   }

@@ -154,54 +154,21 @@ StrategyId choose(const Problem& p, const Gpu& gpu, Reason why) {
     return strategy;
   };
   switch (p.op) {
+#define MM_SINGLE(op, name, strategy, why) \
+  case Op::op:                             \
+    return only(S::strategy, why);
+#define MM_PLANNED(op, name, strategy) \
+  case Op::op:                         \
+    break;
+#include "problems.def"
     case Op::kLinear:
       return choose_linear(p, gpu, why);
-    case Op::kSwigluUp:
-      return only(S::swiglu_up, "gate and up in one pass over x");
     case Op::kSwigluDown:
       return only(S::swiglu_down, "act(gate) * up is computed as x is loaded");
-    case Op::kExpertLinear:
-      return only(S::expert_gemv, "each choice reads W of its expert");
-    case Op::kExpertDown:
-      return only(S::expert_down,
-                  "the choices of a row, weighted, are summed where they are multiplied");
-    case Op::kExpertUp:
-      return only(S::expert_up, "gate and up of a choice in one pass over x");
     case Op::kExpertTiles:
       why.add("rows by expert, ", p.experts.tile_rows, " a tile");
       return S::expert_gemm;
-    case Op::kEmbedding:
-      return only(S::embedding, "only the rows asked for are decoded");
-    case Op::kDequantize:
-      return only(S::dequantize, "every row is decoded");
-    case Op::kAdd:
-      return only(S::elementwise_add, "a probe");
-    case Op::kSub:
-      return only(S::elementwise_sub, "a probe");
-    case Op::kMul:
-      return only(S::elementwise_mul, "a probe");
-    case Op::kDiv:
-      return only(S::elementwise_div, "a probe");
-    case Op::kDot:
-      return only(S::dot, "a probe");
-    case Op::kActMul:
-      return only(S::act_mul, "gate and up, their product rounded once");
-    case Op::kHadamard:
-      return only(S::hadamard, "a simdgroup the values that are rotated together");
-    case Op::kRmsNorm:
-      return only(S::rms_norm, "a norm on its own, a threadgroup a row");
-    case Op::kAddRmsNorm:
-      return only(S::add_rms_norm, "a sum and its norm, a threadgroup a row");
-    case Op::kRope:
-      return only(S::rope, "a simdgroup a head");
-    case Op::kRopeTables:
-      return only(S::rope_tables, "a thread a frequency of a position");
-    case Op::kRopeAppend:
     case Op::kAttention:
-    case Op::kRoute:
-    case Op::kCausalConv:
-    case Op::kGatedDelta:
-    case Op::kSsmScan:
     case Op::kCount:
       break;
   }

@@ -29,35 +29,9 @@ enum class StrategyId : int {
 };
 constexpr int kNumStrategies = static_cast<int>(StrategyId::kCount);
 
-// What is asked for. Beside each: the sizes it reads.
 enum class Op : int {
-  kLinear,      // m, n, k
-  kSwigluUp,    // m, n, k: y = act(x W^T) * (x W2^T), W and W2 of the same format
-  kSwigluDown,  // m, n, k: y = (act(x) * x2) W^T
-  // Products of experts that ids choose, and `experts`. m rows of y, of
-  kExpertLinear,  // a choice each
-  kExpertDown,    // a sum of choices each, weighted by x2
-  kExpertUp,      // gated, W and W2 of the same format, a choice each
-  kExpertTiles,   // rows by expert: ids has one for a tile of rows, or -1 for a tile of none
-  kEmbedding,     // m ids, k values a row; n rows in the table
-  kDequantize,    // n, k
-  kRopeAppend,    // m rows of x, n slots of k values a head, `rope` and `append`
-  kAttention,     // n slots of k values a head, and `attention`
-  kAdd,           // n elements: y = x + x2
-  kSub,
-  kMul,
-  kDiv,
-  kDot,         // k elements: y[0] = sum of x * x2
-  kActMul,      // n elements: y = act(x) * x2, x and x2 f32 or, where `rounded`, of dtype
-  kHadamard,    // n elements, whole rows of kHadamardValues: y of x
-  kRmsNorm,     // m, k: y = x normalised, times silu(x2) with a gate, + beta * c
-  kAddRmsNorm,  // m, k: y2 = x + x2, and y = that normalised
-  kRope,        // m rows of x, k values of a head, and `rope`: metal/kernels/rope.h
-  kRopeTables,  // m positions, k frequencies, and `tables`
-  kRoute,       // m rows of n logits, k of them chosen, and `route`
-  kCausalConv,  // m rows of x of n channels, k taps, and `conv`
-  kGatedDelta,  // m rows of x, k values of a head of q, n of one of v, and `delta`
-  kSsmScan,     // m rows of x, n values of a head of x, k of one of b and c, and `ssm`
+#define MM_SEVERAL(op, name) op,
+#include "problems.def"
   kCount
 };
 
