@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+import transformers
 from gguf_files import load_quietly, random_model, tensors_of, write_gguf
 from gguf_models import convert, fields_of, random_hf
 from mtp_models import FAMILIES, folder_with_head, step, trunk, with_nextn
@@ -115,6 +116,8 @@ def test_quantize_keeps_the_head(
     assert cli.main(["quantize", str(source), *flags, str(packed)]) == 0
     assert "without the head" not in capsys.readouterr().err
     loaded, _ = load_packed(packed)
+    names = load_file(packed / HEAD_FILE)
+    assert not any("embed_tokens" in n or "shared_head.head" in n for n in names)
     quantize_(model, "q8_0", progress=False)
     want, got = load_mtp(model, source), load_mtp(loaded, packed)
     assert isinstance(got.eh_proj, QuantLinear)
@@ -123,6 +126,19 @@ def test_quantize_keeps_the_head(
     trunk(family).save_pretrained(tmp_path / "none")
     assert cli.main(["quantize", str(tmp_path / "none"), *flags, str(packed), "--force"]) == 0
     assert not (packed / HEAD_FILE).exists()
+
+
+def test_quantize_takes_what_has_no_head(tmp_path: Path) -> None:
+    """A config without tied embeddings; a second file of the same tensors."""
+    flags = ["--format", "q8_0", "--output"]
+    sizes = {"hidden_size": 64, "intermediate_size": 64, "num_hidden_layers": 1}
+    config = transformers.Dinov2Config(**sizes, num_attention_heads=2, image_size=28)
+    transformers.Dinov2Model(config).save_pretrained(tmp_path / "seen")
+    assert cli.main(["quantize", str(tmp_path / "seen"), *flags, str(tmp_path / "a")]) == 0
+    source = folder_with_head(trunk("glm4_moe"), tmp_path / "twice")
+    shutil.copy(source / "model.safetensors", source / "model.fp16.safetensors")
+    assert cli.main(["quantize", str(source), *flags, str(tmp_path / "b")]) == 0
+    assert load_file(tmp_path / "b" / HEAD_FILE)
 
 
 def test_quantize_says_what_it_leaves_out(

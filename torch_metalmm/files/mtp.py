@@ -20,6 +20,7 @@ from ..nn import QuantLinear
 from .blame import blaming
 from .gguf.nextn import mtp_of_gguf
 from .gguf.split import is_gguf, open_gguf
+from .headers import read_headers
 from .source import Source
 from .untrusted import check_index
 
@@ -78,12 +79,15 @@ def load_mtp(model: Any, path: str | os.PathLike[str], format: str | None = None
 def copy_head(source: Path, config: Any, file: Path) -> bool:
     """Write the tensors of a folder's heads to a file, as they are; False: it has none.
 
-    config: of the source's model. ValueError: its files are no checkpoint.
+    config: of the source's model. ValueError: a file is no whole safetensors file.
     """
+    from safetensors import safe_open
     from safetensors.torch import save_file
 
-    with Source(_files(source), config) as found:
-        held = {key: found.read(key) for key in _of_heads(found, config)}
+    held: dict[str, Tensor] = {}
+    for name, keys in _of_heads(source, config).items():
+        with safe_open(name, framework="pt") as opened:
+            held |= {key: opened.get_tensor(key) for key in keys}
     if held:
         save_file(held, file)
     return bool(held)
@@ -93,20 +97,24 @@ def has_head(source: Path, config: Any) -> bool:
     """Whether a GGUF file, or a folder, has a head. config: of its model."""
     if is_gguf(source):
         return bool(open_gguf(source).stated("nextn_predict_layers", 0))
-    with Source(_files(source), config) as found:
-        return bool(_of_heads(found, config))
+    return any(_of_heads(source, config).values())
 
 
-def _of_heads(found: Source, config: Any) -> list[str]:
-    """The tensors of heads, and of layers behind the model's last."""
-    layers = config.get_text_config(decoder=True).num_hidden_layers
+def _of_heads(source: Path, config: Any) -> dict[str, list[str]]:
+    """{file: its tensors of heads, and of layers behind the model's last}, without what is the
+    model's own; files that repeat a model, in another dtype say, repeat its heads."""
+    layers = getattr(config.get_text_config(decoder=True), "num_hidden_layers", None)
 
     def is_of_head(key: str) -> bool:
-        layer = re.match(r"model\.(?:language_model\.)?layers\.(\d+)\.", key)
-        is_behind = layer is not None and int(layer[1]) >= layers
-        return is_behind or re.match(r"(?:model\.)?mtp\.", key) is not None
+        if re.match(r"(?:model\.)?mtp\.", key):
+            return True
+        layer = re.match(r"model\.(?:language_model\.)?layers\.(\d+)\.(.*)", key)
+        is_behind = layer is not None and type(layers) is int and int(layer[1]) >= layers
+        return is_behind and not re.match(r"embed_tokens|shared_head\.head", layer[2])  # type: ignore[index]
 
-    return [key for key in found.keys if is_of_head(key)]
+    return {
+        name: [key for key in read_headers([name]) if is_of_head(key)] for name in _files(source)
+    }
 
 
 def _files(path: Path) -> list[str]:

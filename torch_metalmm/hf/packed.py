@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import os
 import shutil
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -52,10 +52,11 @@ def save_beside(
     tokenizer: Any,
     folder: str | os.PathLike[str],
     files: Mapping[str, Path],
+    stale: Collection[str] = (),
     **options: Any,
 ) -> None:
     """As save_packed, of a model that is not sharded; files, {name in the folder: file}, are copied
-    with it."""
+    with it. stale: files of the model that was there, which go with it."""
     from .config import stored_config
     from .save import check_save
 
@@ -65,6 +66,7 @@ def save_beside(
 
     def obsolete(names: set[str]) -> set[str]:
         old = obsolete_weights(weights, options.get("variant"))
+        old |= {name for name in stale if name not in files and (target / name).is_file()}
         return old if tokenizer is None else old | obsolete_tokenizer(target)
 
     with staged(target, obsolete) as staging:

@@ -80,7 +80,7 @@ def to_file(
 
 def to_folder(source: Path, output: Path, force: bool, make: Callable[[], tuple[Any, Any]]) -> None:
     """Write what `make` makes of the source as a packed folder, with the modules that
-    sentence-transformers has there, and the heads for later tokens of a dense one, as they are; a
+    sentence-transformers has there, and the heads for later tokens that it has, as they are; a
     new folder is gone again if that fails."""
     from ..files.folder import is_packed, replaceable_weights
     from ..files.gguf.split import is_gguf
@@ -104,9 +104,7 @@ def to_folder(source: Path, output: Path, force: bool, make: Callable[[], tuple[
                     _say_without_head(source, output)
             elif copy_head(source, model.config, head):
                 beside[HEAD_FILE] = head
-            save_beside(model, tokenizer, output, beside)
-        if HEAD_FILE not in beside:  # one there is of the model that was replaced
-            (output / HEAD_FILE).unlink(missing_ok=True)
+            save_beside(model, tokenizer, output, beside, stale={HEAD_FILE})
     except BaseException:
         if is_new:
             with suppress(OSError):  # the folder has files of others meanwhile

@@ -16,15 +16,15 @@ _ROTATED = "_rotated"
 def rows_of(name: str) -> tuple[formats.Format, bool]:
     """The format of a cache's rows, and whether they are of rotated values ("q4_0_rotated").
 
-    ValueError: such a format there is not, it is only read, or its values are not in blocks.
+    ValueError: such a format there is not, it is only read, or is rotated without blocks of 32.
     """
     name = name.lower()
     kind = formats.get(name.removesuffix(_ROTATED))
     is_rotated = name.endswith(_ROTATED)
     if not kind.packs:
         raise ValueError(f"format: {kind.refusal()}")
-    if is_rotated and kind.name in formats.DTYPES:
-        raise ValueError(f"format: {name!r}; values of {kind.name} are not packed, nor rotated")
+    if is_rotated and kind.block_values % 32:
+        raise ValueError(f"format: {name!r}; only values in blocks of 32 are rotated")
     return kind, is_rotated
 
 

@@ -130,8 +130,10 @@ class PackedRows:
             return self.rows.to(self.dtype)
         flat = self.rows.reshape(-1, self.rows.shape[-1])
         kind, is_rotated = rows_of(self.format)
-        values: Tensor = ops.dequantize(flat, kind.name, self.shape[-1], dtype=self.dtype)
-        return (ops.hadamard(values) if is_rotated else values).view(self.shape)
+        dtype = torch.float32 if is_rotated else self.dtype  # what is turned may be larger
+        values: Tensor = ops.dequantize(flat, kind.name, self.shape[-1], dtype=dtype)
+        values = ops.hadamard(values).to(self.dtype) if is_rotated else values
+        return values.view(self.shape)
 
     @classmethod
     def __torch_function__(
