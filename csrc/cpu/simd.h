@@ -260,6 +260,24 @@ struct Table16 {
 #endif
 };
 
+// scale * (code - 8) for 4-bit codes. Where a table of 16 takes two permutes and a choice (AVX2),
+// or is read value by value, arithmetic is faster: the products of a token of q4_0, AVX2, 6.75 ms
+// by it and 9.87 by a table.
+#if defined(__AVX512F__)
+struct Centred16 : Table16 {
+  static constexpr float kValues[16] = {-8, -7, -6, -5, -4, -3, -2, -1, 0, 1, 2, 3, 4, 5, 6, 7};
+  Centred16() = default;
+  MM_INLINE explicit Centred16(F scale) : Table16(kValues, scale) {}
+};
+#else
+struct Centred16 {
+  F scale;
+  Centred16() = default;
+  MM_INLINE explicit Centred16(F s) : scale(s) {}
+  MM_INLINE F operator()(I code) const { return to_float((code & 15) - 8) * scale; }
+};
+#endif
+
 // scale * code + offset for 4-bit codes. The product is exact, so fma rounds as the specification
 // does.
 struct Linear16 {

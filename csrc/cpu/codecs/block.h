@@ -37,7 +37,6 @@ MM_INLINE I nibbles(const uint8_t* qs) {
   return kFirst < 16 ? bytes : bytes >> 4;
 }
 
-inline constexpr float kQ4Values[16] = {-8, -7, -6, -5, -4, -3, -2, -1, 0, 1, 2, 3, 4, 5, 6, 7};
 // Twice the FP4 values, so that the scale is halved and 2^128 (e = 255) stays finite, as in gguf.
 inline constexpr float kFP4Doubled[16] = {0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12};
 
@@ -54,16 +53,21 @@ struct NibbleBlock : BlockCodec<32, kBytes> {
   }
 };
 
-// d * value[code]
-template <const float* kValues>
-struct LookupBlock : NibbleBlock<Table16, 18> {
+// d * (code - 8)
+struct Q4_0 : NibbleBlock<Centred16, 18> {
   static MM_INLINE void open(Row row, int64_t block, Block& k) {
     const uint8_t* b = at(row, block);
-    k = {Table16(kValues, half(b)), b + 2};
+    k = {Centred16(half(b)), b + 2};
   }
 };
-struct Q4_0 : LookupBlock<kQ4Values> {};
-struct IQ4_NL : LookupBlock<kIQ4Levels> {};
+
+// d * level[code]
+struct IQ4_NL : NibbleBlock<Table16, 18> {
+  static MM_INLINE void open(Row row, int64_t block, Block& k) {
+    const uint8_t* b = at(row, block);
+    k = {Table16(kIQ4Levels, half(b)), b + 2};
+  }
+};
 
 // 2^(e - 127) * value[code]
 struct MXFP4 : NibbleBlock<Table16, 17> {
