@@ -86,6 +86,9 @@ def case(kernel: str, number: int) -> Case:
         return probe_case(kernel, strategy, dtype, pick)
     if strategy in ("rms_norm", "add_rms_norm"):
         return norm_case(kernel, strategy, dtype, pick)
+    if strategy == "hadamard":
+        x = uniform(dtype, pick.randint(1, 40), 32 * pick.randint(1, 9), seed=(kernel, number))
+        return Case(kernel, {"op": "hadamard", "n": x.numel()}, lambda p: ops.hadamard(p(x)), (x,))
     if strategy == "rope":
         return rope_case(kernel, dtype, pick)
     if strategy == "rope_tables":

@@ -46,7 +46,8 @@ SLIDING = ("sliding_attention", "chunked_attention")
 class PackedCache(Cache):
     """A cache for generate() and for past_key_values of a model with this config.
 
-    format: "f16/q8_0", keys and values in any two weight formats whose blocks divide the head size;
+    format: "f16/q8_0", keys and values in any two weight formats whose blocks divide the head size,
+    each "_rotated" where it is to lose less (docs/guide/fuse.md);
     of one name, "f16" is of both, and a packed "q8_0" is of values beside keys in f16 (pair_of in
     caches says why); None: the model's dtype. What f16 cannot hold, beyond 65504, is refused on the
     CPU, and becomes infinite on GPUs, which would have to wait for each step to say it; take bf16
