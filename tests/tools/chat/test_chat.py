@@ -207,11 +207,14 @@ def test_files_that_are_no_chats(tmp_path: Path, text: str, problem: str) -> Non
 
 
 def typed(terminal: Terminal, text: str, wanted: str) -> str:
-    """What comes after the text was typed, up to the next prompt."""
+    """What comes after the text was typed, up to the next prompt behind what is wanted.
+
+    A prompt before that is a line that is drawn again; what is typed before there is a prompt, is
+    read by nobody.
+    """
     before = len(terminal.text)
     terminal.type(text)
-    terminal.expect(wanted, before)
-    return terminal.expect(r".*\n>", before)[0]
+    return terminal.expect(f".*{wanted}.*\n>", before)[0]
 
 
 def test_on_a_terminal(tmp_path: Path) -> None:
