@@ -20,21 +20,27 @@ void check_dims(const char* name, const at::Tensor& t, const char* shape) {
   TORCH_CHECK_VALUE(t.dim() == 4, name, ": shape ", t.sym_sizes(), "; must be ", shape);
 }
 
-bool is_rotated(std::string_view format) {
-  return format.size() > kRotated.size() &&
-         format.substr(format.size() - kRotated.size()) == kRotated;
+// What the name of a format of a cache says.
+struct RowFormat {
+  const Format& format;
+  bool is_rotated;
+};
+
+RowFormat check_row_format(std::string_view name) {
+  const size_t end = name.size() - std::min(name.size(), kRotated.size());
+  const bool is_rotated = name.substr(end) == kRotated;
+  const Format& f = check_format(is_rotated ? name.substr(0, end) : name);
+  TORCH_CHECK_VALUE(
+      !is_rotated || (f.layout != Layout::kDense && f.block_values % kHadamardValues == 0),
+      "format: ", name, "; only rows of packed blocks of ", kHadamardValues, " values are rotated");
+  return {f, is_rotated};
 }
 
 // Rows of `dim` values of a format: [B, kv_heads, capacity, row].
-const Format& check_rows(const char* name, const at::Tensor& rows, std::string_view format,
-                         const Size& dim, const at::Tensor& x) {
-  const bool rotated = is_rotated(format);
-  const Format& f =
-      check_format(rotated ? format.substr(0, format.size() - kRotated.size()) : format);
-  TORCH_CHECK_VALUE(
-      !rotated || (f.layout != Layout::kDense && f.block_values % kHadamardValues == 0),
-      "format: ", format, "; only rows of packed blocks of ", kHadamardValues,
-      " values are rotated");
+RowFormat check_rows(const char* name, const at::Tensor& rows, std::string_view format,
+                     const Size& dim, const at::Tensor& x) {
+  const RowFormat out = check_row_format(format);
+  const Format& f = out.format;
   check_device(name, rows, x);
   check_dims(name, rows, "[B, kv_heads, capacity, row]");
   check_k(name, f, dim);
@@ -44,7 +50,7 @@ const Format& check_rows(const char* name, const at::Tensor& rows, std::string_v
   const Size row = is_packed ? f.row_bytes(dim) : dim;
   TORCH_CHECK_VALUE(rows.sym_size(3) == row, name, ": shape ", rows.sym_sizes(), "; a row of ", dim,
                     " values in ", f.name, " has ", row, is_packed ? " bytes" : " values");
-  return f;
+  return out;
 }
 
 // Of an op with such arguments.
@@ -52,16 +58,10 @@ template <class Args>
 CacheShape check_cache(const Args& a, const Size& dim, const at::Tensor& x) {
   const Tensor &keys = a.keys, &values = a.values;
   TORCH_CHECK_VALUE(dim >= 1, "D: ", dim, "; at least 1");
-  const Format& key = check_rows("keys", keys, a.format_k, dim, x);
-  const Format& value = check_rows("values", values, a.format_v, dim, x);
-  const CacheShape out{key,
-                       value,
-                       keys.sym_size(0),
-                       keys.sym_size(1),
-                       keys.sym_size(2),
-                       dim,
-                       is_rotated(a.format_k),
-                       is_rotated(a.format_v)};
+  const RowFormat key = check_rows("keys", keys, a.format_k, dim, x);
+  const RowFormat value = check_rows("values", values, a.format_v, dim, x);
+  const CacheShape out{key.format,       value.format, keys.sym_size(0), keys.sym_size(1),
+                       keys.sym_size(2), dim,          key.is_rotated,   value.is_rotated};
   for (int64_t d = 0; d < 3; ++d) {
     TORCH_CHECK_VALUE(values.sym_size(d) == keys.sym_size(d), "values: shape ", values.sym_sizes(),
                       "; keys are ", keys.sym_sizes());
