@@ -61,6 +61,15 @@ MM_INLINE I load_u8(const uint8_t* p) {
   return __builtin_convertvector(load_as<U8>(p), I);
 #endif
 }
+MM_INLINE U16 load_u8_as_u16(const uint8_t* p) {
+#if defined(__AVX512F__)
+  return reinterpret_cast<U16>(_mm256_cvtepu8_epi16(load_as<__m128i>(p)));
+#elif defined(__AVX2__)
+  return reinterpret_cast<U16>(_mm_cvtepu8_epi16(_mm_loadu_si64(p)));
+#else
+  return __builtin_convertvector(load_as<U8>(p), U16);
+#endif
+}
 MM_INLINE I load_s8(const uint8_t* p) {
 #if defined(__AVX512F__)
   return reinterpret_cast<I>(_mm512_cvtepi8_epi32(load_as<__m128i>(p)));
@@ -89,6 +98,55 @@ MM_INLINE F fma(F a, F b, F c) {
 typedef uint8_t Bytes __attribute__((vector_size(kChunkValues)));
 MM_INLINE Bytes load_bytes(const uint8_t* p) { return load_as<Bytes>(p); }
 
+// kValue in the bytes whose bit of the word is set (byte i, bit i), 0 elsewhere.
+template <uint8_t kValue>
+MM_INLINE Bytes spread_bits(uint32_t word) {
+#if defined(__AVX512VL__) && defined(__AVX512BW__)
+  return reinterpret_cast<Bytes>(_mm256_maskz_set1_epi8(word, static_cast<char>(kValue)));
+#elif defined(__AVX2__)
+  const __m256i source = _mm256_shuffle_epi8(
+      _mm256_set1_epi32(static_cast<int>(word)),
+      _mm256_set_epi64x(0x0303030303030303, 0x0202020202020202, 0x0101010101010101, 0));
+  const __m256i bit = _mm256_set1_epi64x(static_cast<int64_t>(0x8040201008040201));
+  return reinterpret_cast<Bytes>(_mm256_cmpeq_epi8(_mm256_and_si256(source, bit), bit)) & kValue;
+#else
+  uint8_t bits[kChunkValues];
+  for (int i = 0; i < kChunkValues; ++i) bits[i] = static_cast<uint8_t>((word >> i & 1) * kValue);
+  return load_bytes(bits);
+#endif
+}
+
+// table[code] of codes below 16.
+MM_INLINE Bytes look_up(const uint8_t* table, Bytes codes) {
+#if defined(__AVX2__)
+  const __m256i both = _mm256_broadcastsi128_si256(load_as<__m128i>(table));
+  return reinterpret_cast<Bytes>(_mm256_shuffle_epi8(both, reinterpret_cast<__m256i>(codes)));
+#else
+  uint8_t bytes[kChunkValues];
+  std::memcpy(bytes, &codes, sizeof bytes);
+#if defined(MM_NEON)
+  const uint8x16_t levels = vld1q_u8(table);
+  for (int i = 0; i < kChunkValues; i += 16) {
+    vst1q_u8(bytes + i, vqtbl1q_u8(levels, vld1q_u8(bytes + i)));
+  }
+#else
+  for (uint8_t& b : bytes) b = table[b];
+#endif
+  return load_bytes(bytes);
+#endif
+}
+
+// values[i] + offset, as bytes.
+struct ByteTable {
+  alignas(16) uint8_t entry[16];
+};
+constexpr ByteTable byte_table(const float* values, int offset) {
+  ByteTable out{};
+  for (int i = 0; i < 16; ++i) {
+    out.entry[i] = static_cast<uint8_t>(static_cast<int>(values[i]) + offset);
+  }
+  return out;
+}
 // Bytes [kWidth kVector, + kWidth), signed, as integers.
 template <int kVector>
 MM_INLINE I widen(Bytes v) {
@@ -176,19 +234,23 @@ MM_INLINE float bf16_to_float(const uint8_t* p) {
   return load_as<float>(&bits);
 }
 
-// kWidth consecutive f16 or bf16.
-MM_INLINE F load_f16(const uint8_t* p) {
+// kWidth bits of f16.
+MM_INLINE F from_halves(U16 bits) {
 #if defined(__AVX512F__)
-  return _mm512_cvtph_ps(load_as<__m256i>(p));
+  return _mm512_cvtph_ps(reinterpret_cast<__m256i>(bits));
 #elif defined(__F16C__)
-  return _mm256_cvtph_ps(load_as<__m128i>(p));
+  return _mm256_cvtph_ps(reinterpret_cast<__m128i>(bits));
 #else
   F v;
-  for (int i = 0; i < kWidth; ++i) v[i] = half_to_float(p + 2 * i);
+  uint8_t bytes[sizeof bits];
+  std::memcpy(bytes, &bits, sizeof bits);
+  for (int i = 0; i < kWidth; ++i) v[i] = half_to_float(bytes + 2 * i);
   return v;
 #endif
 }
 
+// kWidth consecutive f16 or bf16.
+MM_INLINE F load_f16(const uint8_t* p) { return from_halves(load_as<U16>(p)); }
 MM_INLINE F load_bf16(const uint8_t* p) {
 #if defined(__AVX512F__)
   return reinterpret_cast<F>(_mm512_slli_epi32(_mm512_cvtepu16_epi32(load_as<__m256i>(p)), 16));
@@ -230,35 +292,18 @@ MM_INLINE I select_bits(uint32_t bits, int32_t value) {
 #endif
 }
 
-// scale * values[code]: a table of 16 values, scaled once, then one permute per vector where the
-// table fits a register (AVX-512), otherwise look up first and scale after: the same product.
-struct Table16 {
-  Table16() = default;
 #if defined(__AVX512F__)
+// scale * values[code]: a table of 16 values, scaled once, then one permute per vector.
+struct Table16 {
   F entries;
+  Table16() = default;
   MM_INLINE Table16(const float* values, F scale) : entries(load(values) * scale) {}
   // The permute reads the low four bits of each lane only.
   MM_INLINE F operator()(I code) const {
     return _mm512_permutexvar_ps(reinterpret_cast<__m512i>(code), entries);
   }
-#else
-  const float* values;
-  F scale;
-  MM_INLINE Table16(const float* v, F s) : values(v), scale(s) {}
-  MM_INLINE F operator()(I code) const {
-    code &= 15;
-#if defined(__AVX2__)
-    const F low = _mm256_permutevar8x32_ps(load(values), reinterpret_cast<__m256i>(code));
-    const F high = _mm256_permutevar8x32_ps(load(values + 8), reinterpret_cast<__m256i>(code));
-    return (code > 7 ? high : low) * scale;
-#else
-    F v;
-    for (int i = 0; i < kWidth; ++i) v[i] = values[code[i]];
-    return v * scale;
-#endif
-  }
-#endif
 };
+#endif
 
 // scale * (code - 8) for 4-bit codes. Where a table of 16 takes two permutes and a choice (AVX2),
 // or is read value by value, arithmetic is faster: the products of a token of q4_0, AVX2, 6.75 ms

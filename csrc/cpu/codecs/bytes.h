@@ -32,25 +32,26 @@ struct TernaryBlock : ByteCodes<256, kBytes> {
   }
 };
 
-// d (q - 1): five digits of base 3 in a byte (52 bytes: 32, 16, 4 with four digits). Digit n is the
-// integer part of 3 / 256 times the low byte of 3^n times the byte.
+// d (q - 1): five digits of base 3 in a byte (52 bytes: 32, 16, 4 with four digits).
 struct TQ1_0 : TernaryBlock<54> {
-  template <int kCount, int kDigits>
+  // Digit n is 0 up to 85, 1 up to 170 and 2 beyond, of the low byte of 3^n times the byte.
+  template <class Codes, int kDigits>
   static MM_INLINE int8_t* digits(const uint8_t* bytes, int8_t* out) {
-    int power = 1;
-    for (int n = 0; n < kDigits; ++n, power *= 3) {
-      for (int i = 0; i < kCount; ++i) {
-        const int low = bytes[i] * power & 255;
-        *out++ = static_cast<int8_t>((low * 3 >> 8) - 1);
-      }
+    Codes low = load_as<Codes>(bytes);
+    for (int n = 0; n < kDigits; ++n, out += sizeof low, low += low + low) {
+      const Codes q =
+          Codes{} - 1 - reinterpret_cast<Codes>(low > 85) - reinterpret_cast<Codes>(low > 170);
+      std::memcpy(out, &q, sizeof q);
     }
     return out;
   }
   static MM_ONCE void open(Row row, int64_t block, Block& k) {
+    typedef uint8_t Half __attribute__((vector_size(16)));
+    typedef uint8_t Four __attribute__((vector_size(4)));
     const uint8_t* b = at(row, block);
-    int8_t* q = digits<32, 5>(b, k.q);
-    q = digits<16, 5>(b + 32, q);
-    digits<4, 4>(b + 48, q);
+    int8_t* q = digits<Bytes, 5>(b, k.q);
+    q = digits<Half, 5>(b + 32, q);
+    digits<Four, 4>(b + 48, q);
     scale_all(k, half_to_float(b + 52));
   }
 };
@@ -75,15 +76,20 @@ struct NVFP4 : ByteCodes<64, 36> {
     const int units = exponent ? (8 + mantissa) << (exponent - 1) : mantissa;
     return s == 0x7f ? 0.f : static_cast<float>(units) * (1 / 1024.f);
   }
+  // The codes of two groups in the order of their values.
+  static MM_INLINE Bytes nibbles_of(const uint8_t* qs) {
+    uint8_t both[kChunkValues];
+    for (int i = 0; i < 4; ++i) std::memcpy(both + 8 * i, qs + i / 2 * 8, 8);
+    typedef uint64_t Longs __attribute__((vector_size(kChunkValues)));
+    return reinterpret_cast<Bytes>(load_as<Longs>(both) >> Longs{0, 4, 0, 4}) & 15;
+  }
   static MM_ONCE void open(Row row, int64_t block, Block& k) {
+    static constexpr ByteTable kTable = byte_table(kFP4Doubled, 0);
     const uint8_t* b = at(row, block);
-    for (int g = 0; g < 4; ++g) {
-      k.scale[g] = scale(b[g]);
-      for (int j = 0; j < 8; ++j) {
-        const uint8_t both = b[4 + 8 * g + j];
-        k.q[16 * g + j] = static_cast<int8_t>(kFP4Doubled[both & 15]);
-        k.q[16 * g + 8 + j] = static_cast<int8_t>(kFP4Doubled[both >> 4]);
-      }
+    for (int g = 0; g < 4; ++g) k.scale[g] = scale(b[g]);
+    for (int chunk = 0; chunk < 2; ++chunk) {
+      const Bytes q = look_up(kTable.entry, nibbles_of(b + 4 + 16 * chunk));
+      std::memcpy(k.q + chunk * kChunkValues, &q, sizeof q);
     }
   }
 };
@@ -102,15 +108,13 @@ struct MXFP8 : BlockCodec<64, 66> {
     const uint8_t* b = at(row, block);
     k = {{scale(b[0]), scale(b[1])}, b + 2};
   }
+  // As a half of the same mantissa, whose bias is 8 more: the value times 2^-8, subnormals
+  // included.
   template <int kVector>
   static MM_INLINE F get(const Block& k, int chunk) {
-    const I code = load_u8(k.q + chunk * kChunkValues + kVector * kWidth);
-    const I exponent = code >> 3 & 15;
-    const I is_normal = exponent != 0;  // -1 where it is
-    const I units = ((code & 7) - (is_normal & -8)) << (exponent + is_normal);
-    const I sign = (code & 128) << 24;
-    const F size = to_float(units) * set1(k.scale[chunk]);
-    return reinterpret_cast<F>(reinterpret_cast<I>(size) ^ sign);
+    const U16 code = load_u8_as_u16(k.q + chunk * kChunkValues + kVector * kWidth);
+    const F part = from_halves((code & 127) << 7 | (code & 128) << 8);
+    return part * set1(0x1p17f) * set1(k.scale[chunk]);
   }
 };
 

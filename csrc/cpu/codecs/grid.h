@@ -33,8 +33,12 @@ struct GridBlock : ByteCodes<256, kBytes> {
     store_group(k, group, (magnitudes ^ mask) + (mask & 0x0101010101010101u));
   }
   static MM_INLINE uint64_t even_signs(uint32_t code) { return kEvenSigns[code & 127]; }
-  static MM_INLINE uint64_t signs_of(uint8_t code) {
-    return kFourSigns[code & 15] | static_cast<uint64_t>(kFourSigns[code >> 4]) << 32;
+  // Magnitudes of chunk c, which are in its place, negative where the sign's bit is set.
+  static MM_INLINE void sign_chunk(Block& k, int c, const uint8_t* signs) {
+    const Bytes mask = spread_bits<255>(load_as<uint32_t>(signs + 4 * c));
+    int8_t* q = k.q + c * kChunkValues;
+    const Bytes out = (load_as<Bytes>(q) ^ mask) - mask;
+    std::memcpy(q, &out, sizeof out);
   }
 };
 
@@ -76,8 +80,9 @@ struct IQ2_S : GridBlock<82> {
     for (int c = 0; c < 8; ++c) store_nibbles(k, c, d, b[74 + c]);
     for (int g = 0; g < 32; ++g) {
       const uint32_t code = b[2 + g] | (b[66 + g / 4] >> g % 4 * 2 & 3) << 8;
-      store_signed(k, g, kGridIQ2_S[code], signs_of(b[34 + g]));
+      store_group(k, g, kGridIQ2_S[code]);
     }
+    for (int c = 0; c < 8; ++c) sign_chunk(k, c, b + 34);
   }
 };
 
@@ -120,8 +125,9 @@ struct IQ3_S : PairBlock<110> {
       const uint8_t* codes = b + 2 + 2 * g;
       const uint32_t high = b[66 + g / 4] >> g % 4 * 2;
       const uint32_t first = codes[0] | (high & 1) << 8, second = codes[1] | (high & 2) << 7;
-      store_signed(k, g, two(kGridIQ3_S[first], kGridIQ3_S[second]), signs_of(b[74 + g]));
+      store_group(k, g, two(kGridIQ3_S[first], kGridIQ3_S[second]));
     }
+    for (int c = 0; c < 8; ++c) sign_chunk(k, c, b + 74);
   }
 };
 
@@ -135,7 +141,7 @@ struct EighthBlock : GridBlock<kBytes> {
     v = (v | v << 12) & 0x000f000f000f000fu;
     v = (v | v << 6) & 0x0303030303030303u;
     // Bytes are 0 to 16: bit 7 takes what the difference borrows, and is inverted.
-    const uint64_t offset = (minus ? 9 : 7) * uint64_t{0x0101010101010101};
+    const uint64_t offset = 0x0707070707070707u + (-uint64_t{minus} & 0x0202020202020202u);
     return ((v << 3 | 0x8080808080808080u) - offset) ^ 0x8080808080808080u;
   }
 };

@@ -196,8 +196,8 @@ struct IQ4_XS : BlockCodec<256, 136> {
   }
   template <int kVector>
   static MM_INLINE F get(const Block& k, int chunk) {
-    const Table16 table(kIQ4Levels, set1(k.scale[chunk]));
-    return table(nibbles<kVector>(k.b + 8 + 16 * chunk));
+    const Levels16<kIQ4Levels> levels(set1(k.scale[chunk]));
+    return levels.get<kVector>(k.b + 8 + 16 * chunk);
   }
 };
 

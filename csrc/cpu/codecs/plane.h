@@ -7,39 +7,45 @@
 namespace metalmm::cpu::MM_ISA {
 
 // Codes [kWidth kVector, + kWidth) of a chunk of a little-endian stream of kBits-bit codes, as
-// integers whose low kBits bits are the code; what lies above is undefined. Each lane takes the two
-// bytes that its code touches, then shifts. The loads reach at most 6 bytes beyond the chunk, where
-// the scales and the padding of the row are.
+// integers whose low kBits bits are the code; what lies above is undefined. The loads reach at most
+// 6 bytes beyond the chunk, where the scales and the padding of the row are.
 template <int kBits, int kVector>
 MM_INLINE I stream_codes(const uint8_t* chunk) {
+  constexpr int kFirstBit = kVector * kWidth * kBits % 8, kBitsInAll = kFirstBit + kWidth * kBits;
   const uint8_t* p = chunk + kVector * kWidth * kBits / 8;
-#if defined(__AVX512F__)
-  alignas(64) static constexpr auto kPick = [] {
-    struct {
-      uint8_t byte[64];
-      int32_t shift[16];
-    } t{};
-    for (int lane = 0; lane < 16; ++lane) {
+  if constexpr (kBitsInAll <= 32) {
+    I shift;
+    for (int i = 0; i < kWidth; ++i) shift[i] = kFirstBit + i * kBits;
+    return (I{} + load_as<int32_t>(p)) >> shift;
+  }
+#if defined(__AVX2__)
+  // Each lane takes the two bytes that its code touches, then shifts.
+  static_assert(kFirstBit == 0);
+  struct alignas(64) Pick {
+    uint8_t byte[4 * kWidth];
+    int32_t shift[kWidth];
+  };
+  static constexpr Pick kPick = [] {
+    Pick t{};
+    for (int lane = 0; lane < kWidth; ++lane) {
       const int bit = lane * kBits;
       for (int b = 0; b < 4; ++b) {
-        t.byte[4 * lane + b] = static_cast<uint8_t>(b < 2 ? (bit / 8 + b) % 16 : 0x80);
+        t.byte[4 * lane + b] = static_cast<uint8_t>(b < 2 ? bit / 8 + b : 0x80);
       }
       t.shift[lane] = bit % 8;
     }
     return t;
   }();
+#if defined(__AVX512F__)
   const __m512i source = kBits <= 4 ? _mm512_set1_epi64(load_as<int64_t>(p))
                                     : _mm512_broadcast_i32x4(load_as<__m128i>(p));
   const __m512i bytes = _mm512_shuffle_epi8(source, load_as<__m512i>(kPick.byte));
   return reinterpret_cast<I>(_mm512_srlv_epi32(bytes, load_as<__m512i>(kPick.shift)));
 #else
-  constexpr int kFirstBit = kVector * kWidth * kBits % 8;
-  uint64_t word = 0;
-  std::memcpy(&word, p, (kFirstBit + kWidth * kBits + 7) / 8);
-  word >>= kFirstBit;
-  I codes;
-  for (int i = 0; i < kWidth; ++i) codes[i] = static_cast<int32_t>(word >> (i * kBits) & 0xff);
-  return codes;
+  const __m256i source = _mm256_set1_epi64x(load_as<int64_t>(p));
+  const __m256i bytes = _mm256_shuffle_epi8(source, load_as<__m256i>(kPick.byte));
+  return reinterpret_cast<I>(_mm256_srlv_epi32(bytes, load_as<__m256i>(kPick.shift)));
+#endif
 #endif
 }
 

@@ -27,72 +27,6 @@ MM_INLINE float half_value(const uint8_t* p) {
 #endif
 }
 
-// Nibble order of the 32-blocks: byte j holds value j (low) and j + 16 (high).
-MM_INLINE Bytes nibble_bytes(const uint8_t* qs) {
-#if defined(__AVX2__)
-  const __m256i both = _mm256_broadcastsi128_si256(load_as<__m128i>(qs));
-  return reinterpret_cast<Bytes>(_mm256_srlv_epi64(both, _mm256_set_epi64x(4, 4, 0, 0))) & 15;
-#else
-  uint8_t both[kChunkValues];
-  std::memcpy(both, qs, 16);
-  std::memcpy(both + 16, qs, 16);
-  for (int i = 0; i < 16; ++i) {
-    both[i] &= 15;
-    both[16 + i] >>= 4;
-  }
-  return load_bytes(both);
-#endif
-}
-
-// 16 in the bytes whose bit of the word is set (byte i, bit i).
-MM_INLINE Bytes fifth_bits(uint32_t word) {
-#if defined(__AVX512VL__) && defined(__AVX512BW__)
-  return reinterpret_cast<Bytes>(_mm256_maskz_set1_epi8(word, 16));
-#elif defined(__AVX2__)
-  const __m256i source = _mm256_shuffle_epi8(
-      _mm256_set1_epi32(static_cast<int>(word)),
-      _mm256_set_epi64x(0x0303030303030303, 0x0202020202020202, 0x0101010101010101, 0));
-  const __m256i bit = _mm256_set1_epi64x(static_cast<int64_t>(0x8040201008040201));
-  const __m256i set = _mm256_cmpeq_epi8(_mm256_and_si256(source, bit), bit);
-  return reinterpret_cast<Bytes>(set) & 16;
-#else
-  uint8_t bits[kChunkValues];
-  for (int i = 0; i < kChunkValues; ++i) bits[i] = static_cast<uint8_t>((word >> i & 1) << 4);
-  return load_bytes(bits);
-#endif
-}
-
-// table[code] of codes below 16.
-MM_INLINE Bytes look_up(const uint8_t* table, Bytes codes) {
-#if defined(__AVX2__)
-  const __m256i both = _mm256_broadcastsi128_si256(load_as<__m128i>(table));
-  return reinterpret_cast<Bytes>(_mm256_shuffle_epi8(both, reinterpret_cast<__m256i>(codes)));
-#else
-  uint8_t bytes[kChunkValues];
-  std::memcpy(bytes, &codes, sizeof bytes);
-#if defined(MM_NEON)
-  const uint8x16_t levels = vld1q_u8(table);
-  for (int i = 0; i < kChunkValues; i += 16) {
-    vst1q_u8(bytes + i, vqtbl1q_u8(levels, vld1q_u8(bytes + i)));
-  }
-#else
-  for (uint8_t& b : bytes) b = table[b];
-#endif
-  return load_bytes(bytes);
-#endif
-}
-
-// values[i] + offset, as bytes.
-struct ByteTable {
-  alignas(16) uint8_t entry[16];
-};
-constexpr ByteTable byte_table(const float* values, int offset) {
-  ByteTable out{};
-  for (int i = 0; i < 16; ++i) {
-    out.entry[i] = static_cast<uint8_t>(static_cast<int>(values[i]) + offset);
-  }
-  return out;
-}
 constexpr int kIQ4Offset = 128, kFP4Offset = 12;
 inline constexpr ByteTable kIQ4Bytes = byte_table(kIQ4Levels, kIQ4Offset);
 inline constexpr ByteTable kFP4Bytes = byte_table(kFP4Doubled, kFP4Offset);
@@ -126,13 +60,13 @@ struct Integers<Q4_1> : OneScale<Q4_1, true, 0> {
 template <>
 struct Integers<Q5_0> : OneScale<Q5_0, false, 16> {
   static MM_INLINE Bytes codes(const Block& k, int) {
-    return nibble_bytes(k.b + 6) | fifth_bits(load_as<uint32_t>(k.b + 2));
+    return nibble_bytes(k.b + 6) | spread_bits<16>(load_as<uint32_t>(k.b + 2));
   }
 };
 template <>
 struct Integers<Q5_1> : OneScale<Q5_1, true, 0> {
   static MM_INLINE Bytes codes(const Block& k, int) {
-    return nibble_bytes(k.b + 8) | fifth_bits(load_as<uint32_t>(k.b + 4));
+    return nibble_bytes(k.b + 8) | spread_bits<16>(load_as<uint32_t>(k.b + 4));
   }
 };
 template <>
