@@ -60,7 +60,7 @@ neon: $(VENV)/.torch
 	$(AARCH64) -DMM_ISA=neon -c csrc/cpu/int8/isa.cpp -o build/neon/int8_neon.o
 	$(AARCH64) -mcpu=generic+dotprod -DMM_ISA=neon_dot -c csrc/cpu/int8/isa.cpp -o build/neon/int8_neon_dot.o
 	$(AARCH64) -DMM_ISA=scalar -DMM_SCALAR -c csrc/cpu/int8/isa.cpp -o build/neon/int8_scalar.o
-	$(AARCH64) tests/cpu/neon_check.cpp build/neon/*.o csrc/plan/format.cpp csrc/cpu/quantize/*.cpp -o build/neon/check
+	$(AARCH64) tests/cpu/neon_check.cpp build/neon/*.o csrc/plan/format.cpp csrc/cpu/quantize/*.cpp csrc/cpu/quantize/*/*.cpp -o build/neon/check
 	qemu-aarch64 build/neon/check
 
 # Faults that the tests shall notice; those of C++ are compiled together.

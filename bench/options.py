@@ -88,7 +88,9 @@ OPTIONS = {
     "no-peers": Option("leave llama.cpp and MLX out", bool),
     "prompt": Option("tokens of the prefill (512)", int, 512, 48),
     "cache": Option("formats of a PackedCache, as f16,q8_0: a token by context and cache"),
-    "activations": Option("models that round their activations, too", choices=KINDS),
+    "activations": Option(
+        "models that round their activations so, too", normal=(), choices=KINDS, nargs="+"
+    ),
     "tp": Option("over so many processes with a device each, beside one (cuda: NCCL)", int),
     "one-device": Option(
         "--tp where there is one GPU: logits of processes that share it, times of one's part", bool

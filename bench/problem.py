@@ -136,12 +136,12 @@ class Rounding:
         return Rounding(lambda x: x.abs() * unit(dtype) * times, dtype)
 
     @staticmethod
-    def int8(block: int, scale: torch.dtype = torch.float16) -> Rounding:
-        """x rounded to multiples of its block's maximum / 127, the factor held in `scale`."""
+    def blocks(block: int, scale: torch.dtype = torch.float16, top: int = 127) -> Rounding:
+        """x rounded to multiples of its block's maximum / top, the factor held in `scale`."""
 
         def x_error(x: Tensor) -> Tensor:
             largest = x.abs().unflatten(-1, (-1, block)).amax(-1, keepdim=True)
-            step = largest / 127 * (0.5 + 127 * unit(scale))
+            step = largest / top * (0.5 + top * unit(scale))
             return step.expand(*step.shape[:-1], block).flatten(-2)
 
         return Rounding(x_error)

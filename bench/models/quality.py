@@ -14,7 +14,7 @@ import math
 import re
 import warnings
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import product
 from pathlib import Path
@@ -44,14 +44,13 @@ def run(run: Run) -> Iterator[Record]:
     yield from sentence_model(names)
 
 
-def language_model(names: list[str], activations: str | None, tokens: int) -> Iterator[Record]:
-    """activations: of a second record for each format; None: no such record."""
+def language_model(names: list[str], activations: Sequence[str], tokens: int) -> Iterator[Record]:
+    """activations: of more records for each format."""
     status("SmolLM2: its own weights")
     model, tokenizer = load_gguf(demo_model())
     ids = tokenizer(TEXT.read_text(), return_tensors="pt").input_ids[:, :tokens]
     wanted = log_probabilities(model, ids)
-    kinds = (None, activations) if activations else (None,)
-    for name, kind in product((None, *names), kinds):
+    for name, kind in product((None, *names), (None, *activations)):
         variant = (name or "the file's q4_1") + (f", {kind} x" if kind else "")
         status(f"SmolLM2: {variant}")
         packed = pack(model, name)

@@ -133,7 +133,7 @@ class Builder:
                 yield Entry(Transformers(name, model, exact, experts=experts), model)
 
     def packed(self, name: str) -> Iterator[Entry]:
-        exact, kind = self.dtype is torch.float32, self.args.activations
+        exact = self.dtype is torch.float32
         model, plain = self.source.packed(name), f"metalmm {name}"
         yield Entry(Transformers(plain, model, exact), model)
         if self.args.no_fuse:
@@ -141,7 +141,7 @@ class Builder:
         fused = fuse_(llamas.sharing(model))
         yield Entry(Transformers(f"{plain}, fuse_", fused, exact), model, plain)
         dtype_name = DTYPE_NAMES[self.dtype]
-        if kind:
+        for kind in self.args.activations:
             rounded, title = activations_(llamas.sharing(fused), kind), f"{plain}, fuse_, {kind} x"
             yield Entry(Transformers(title, rounded, False), model, f"{plain}, fuse_")
             stepped = activations_(fuse_(llamas.sharing(model), cache=dtype_name), kind)

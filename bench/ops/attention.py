@@ -212,7 +212,7 @@ class Data:
         elif format == "f16":
             rounds = Rounds(score=2 * half, value=half, sums=torch.float16)
         else:
-            of_q = Rounding.int8(formats.get(format).block_values).x_error
+            of_q = Rounding.blocks(formats.get(format).block_values).x_error
             rounds = Rounds(score=half, value=half, q_error=of_q)
         return Variant(f"ggml flash {format}", format, run, True, rounds)
 

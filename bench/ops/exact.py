@@ -11,6 +11,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
+from torch_metalmm.nn.activations import KINDS
 from torch_metalmm.nn.exact import exact_rows
 
 from ..problem import Checker, Problem, Variant
@@ -56,8 +57,8 @@ def of_rows(problem: Problem, variant: Variant, ms: Sequence[int]) -> Cell:
     checker, ways = Checker(problem), list[Way]()
     for m in ms:
         ways.append(way(problem, variant, checker, m, f"fastest {m}"))
-        # Rows rounded to int8 have no exact form.
-        if m > 1 and "int8" not in variant.name:
+        # Rows rounded in blocks have no exact form.
+        if m > 1 and not any(kind in variant.name for kind in KINDS):
             ways.append(exactly(problem, variant, m, ways[-1]))
     return of_problem(
         problem, "exact", [named(w, variant.name.removeprefix("metalmm ")) for w in ways]

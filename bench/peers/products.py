@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.nn.functional import linear
 
 from torch_metalmm import _C, formats
-from torch_metalmm.formats.activations import BLOCK
+from torch_metalmm.formats.activations import BLOCK, TOP_CODES
 
 from ..devices import CPU, Device
 from ..problem import LABELS, Problem, Rounding, Variant
@@ -65,13 +65,13 @@ def on_the_cpu(*modules: str) -> Missing:
 
 @engine("metalmm")
 def metalmm(problem: Problem, names: Sequence[str]) -> Variants:
-    """x in the dtype of the setting; on the CPU also rounded to int8."""
+    """x in the dtype of the setting; on the CPU also rounded in blocks."""
     setting, shape = problem.setting, problem.shape
     dtype, forced = setting.dtype, setting.strategy
     in_f32 = dtype is torch.float32
     for name in problem.fits(names):
-        for activations in (None, "int8") if setting.device == CPU and in_f32 else (None,):
-            if activations and not _C.has_int8(name):
+        for activations in (None, *TOP_CODES) if setting.device == CPU and in_f32 else (None,):
+            if activations and not _C.has_integer_codes(name):
                 continue
 
             def product(
@@ -87,7 +87,9 @@ def metalmm(problem: Problem, names: Sequence[str]) -> Variants:
             label = " ".join(filter(None, ("metalmm", name, activations, forced)))
             label += "" if in_f32 else f" {dtype}".replace("torch.", "")
             decoded = partial(problem.decoded, packed, name)
-            rounds = Rounding.int8(BLOCK, torch.float32) if activations else Rounding.to(dtype)
+            rounds = Rounding.to(dtype)
+            if activations:
+                rounds = Rounding.blocks(BLOCK, torch.float32, TOP_CODES[activations])
             about = {"format": name, "strategy": strategy, "rounding": rounds}
             yield problem.variant("metalmm", label, [packed], product, dtype, decoded, **about)
 
@@ -220,7 +222,7 @@ def of_ggml(problem: Problem, names: Sequence[str]) -> Variants:
             copies=len(weights.tensors),
             bind=partial(ggml.Products, weights, threads=setting.threads),
             decoded=partial(problem.decoded, packed, name),
-            rounding=Rounding.int8(block),
+            rounding=Rounding.blocks(block),
         )
 
 
@@ -236,7 +238,10 @@ def onnx_runtime(problem: Problem, names: Sequence[str]) -> Variants:
     codes = (groups / scales.unsqueeze(-1)).round_().clamp_(-8, 7).add_(8).to(torch.uint8)
     decoded = ((codes[rows].double() - 8) * scales[rows].double().unsqueeze(-1)).flatten(1)
     copies = problem.setting.copies(size)
-    for activations, level, rounding in (("int8", 4, Rounding.int8(GROUP)), ("f32", 1, Rounding())):
+    for activations, level, rounding in (
+        ("int8", 4, Rounding.blocks(GROUP)),
+        ("f32", 1, Rounding()),
+    ):
         model = _onnx_model(codes, scales, level)
         sessions = [_onnx_session(model, problem.setting.threads) for _ in range(copies)]
 

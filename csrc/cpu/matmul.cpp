@@ -170,7 +170,7 @@ Strategy strategy_by_name(std::string_view name, Activations activations) {
   const int count = exact ? sizeof kStrategyNames / sizeof *kStrategyNames : int8::kNumStrategies;
   return static_cast<Strategy>(find_name(
       "strategy", name, count, [](int i) { return kStrategyNames[i]; },
-      exact ? " on cpu" : " on cpu with int8 activations"));
+      exact ? " on cpu" : " on cpu with rounded activations"));
 }
 
 Strategy choose_strategy(int64_t m, at::ScalarType dtype) {
@@ -197,7 +197,7 @@ at::Tensor matmul(const at::Tensor& rows, const at::Tensor& w, const Format& for
                   at::ScalarType x_dtype, std::optional<Strategy> strategy,
                   Activations activations) {
   const int64_t m = rows.size(0), n = w.size(0);
-  const bool rounds = activations == Activations::kInt8 && int8::has_codes(format);
+  const bool rounds = activations != Activations::kExact && int8::has_codes(format);
   const Strategy chosen = strategy.value_or(choose_strategy(m, x_dtype));
   if (chosen == Strategy::kDense && !rounds) return dense(as_rows(rows, x_dtype), w, format);
   const at::Tensor x = as_rows(rows, at::kFloat);
@@ -207,7 +207,7 @@ at::Tensor matmul(const at::Tensor& rows, const at::Tensor& w, const Format& for
   const CodecKernels& codec = kernels_of(format);
   const Weight weight = make_weight(w, format, x.size(1));
   if (rounds) {
-    int8::matmul(weight, format, strategy, x, y);
+    int8::matmul(weight, format, activations, strategy, x, y);
     return y;
   }
   if (chosen == Strategy::kGemm) {

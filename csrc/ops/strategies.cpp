@@ -46,13 +46,14 @@ void check_expert_strategy(OptionalName name, const at::Tensor& x, Activations a
 
 Activations check_activations(OptionalName name, const at::Tensor& x) {
   if (!name.has_value()) return Activations::kExact;
-  constexpr const char* kInt8 = "int8";
-  or_value_error([&] { return find_name("activations", *name, 1, [&](int) { return kInt8; }); });
+  constexpr const char* kNames[] = {"int8", "int16"};  // behind kExact
+  const int kind = or_value_error(
+      [&] { return find_name("activations", *name, 2, [&](int i) { return kNames[i]; }); });
   const c10::DeviceType type = x.device().type();
   TORCH_CHECK_VALUE(x.is_meta() || check_of(type).load(), "activations: '", *name, "' on ",
                     c10::DeviceTypeName(type, true),
                     "; only the native CPU engine rounds activations, allowed here: None");
-  return Activations::kInt8;
+  return static_cast<Activations>(1 + kind);
 }
 
 std::optional<StrategyId> find_strategy(OptionalName name, const at::Tensor& x) {

@@ -12,8 +12,9 @@
 
 namespace metalmm {
 
-// What a product takes for x: its values, or those rounded to 8 bits in blocks that share a scale.
-enum class Activations { kExact, kInt8 };
+// What a product takes for x: its values, or those rounded to 8 or 16 bits in blocks that share a
+// scale.
+enum class Activations { kExact, kInt8, kInt16 };
 
 // Throws std::invalid_argument that lists the engine's strategies for such activations: it has none
 // of that name.

@@ -76,10 +76,10 @@ PYBIND11_MODULE(_C, m) {
       py::arg("m"), py::arg("dtype"),
       "What linear on the CPU takes for m rows of x of this dtype on this machine.");
   m.def(
-      "has_int8",
+      "has_integer_codes",
       [](const std::string& format) {
         return metalmm::cpu::int8::has_codes(metalmm::format_by_name(format));
       },
       py::arg("format"),
-      "Whether the format has integer codes: activations=\"int8\" rounds x where W has it.");
+      "Whether the format has integer codes: activations= of an op rounds x where W has it.");
 }

@@ -75,7 +75,7 @@ def quick(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def test_every_cell_of_a_run_is_checked_and_timed(quick: Path) -> None:
     cells = [r for r in map(json.loads, quick.read_text().splitlines()) if r["kind"] == "matmul"]
-    own = [f"metalmm {name}{how}" for name in ("q4_0", "q4_k") for how in ("", " int8")]
+    own = [f"metalmm {name}{how}" for name in ("q4_0", "q4_k") for how in ("", " int8", " int16")]
     assert {(c["variant"], c["m"]) for c in cells} == {
         (v, m) for v in (*own, "F.linear f32") for m in (1, 8, 64)
     }
@@ -97,7 +97,8 @@ def test_time_against_m_of_several_variants(quick: Path, tmp_path: Path, bench: 
     done = bench("--sweep-m", "--quick", *engines, "--markdown", "--json", str(out))
     assert done.returncode == 0, done.stderr
     cells = [json.loads(line) for line in out.read_text().splitlines()][1:]
-    variants = ("metalmm q4_0", "metalmm q4_0 int8", "metalmm f16", "F.linear f32")
+    rounded = ("metalmm q4_0 int8", "metalmm q4_0 int16")
+    variants = ("metalmm q4_0", *rounded, "metalmm f16", "F.linear f32")
     assert [(c["variant"], c["m"]) for c in cells] == [
         (v, m) for v in variants for m in (1, 2, 3, 8)
     ]

@@ -82,11 +82,12 @@ int check_format(const Format& f) {
   return failures;
 }
 
-// Rows of x that fill a panel, packed.
-std::vector<uint8_t> panel_of(int8::Layout layout, int8::PackKernel pack, const int8::Kind& kind,
-                              const std::vector<float>& x) {
+// Rows of x, of so many parts, that fill a panel, packed.
+std::vector<uint8_t> panel_of(int8::Layout layout, const int8::ByParts<int8::PackKernel>& pack,
+                              int parts, const int8::Kind& kind, const std::vector<float>& x) {
   std::vector<uint8_t> out(kK / kChunkValues * layout.chunk_bytes(kind.sub));
-  pack({x.data(), kK, layout.rows(), 0, kK / kChunkValues, kind.offset, out.data()});
+  pack[parts - 1](
+      {x.data(), kK, layout.rows() / parts, 0, kK / kChunkValues, kind.offset, out.data()});
   return out;
 }
 
@@ -107,36 +108,39 @@ std::vector<float> tile_of(const int8::CodecKernels& codec, const int8::Tile& ti
 }
 
 // int8 kernels: what is rounded is equal byte for byte, sums differ as those of f32 may.
-int check_int8(const Format& f, const int8::Kernels& fast, const char* name) {
+int check_int8(const Format& f, const int8::Kernels& fast, int parts, const char* name) {
   const int8::Kernels& slow = scalar::kInt8Kernels;
   const int8::CodecKernels &a = fast.codec[static_cast<int>(f.codec)],
                            &b = slow.codec[static_cast<int>(f.codec)];
-  if (!b.gemv) return a.gemv != nullptr;
+  if (!b.gemv[0]) return a.gemv[0] != nullptr;
   std::vector<uint8_t> packed;
   const Weight w = random_weight(f, packed);
   const std::vector<float> x = random_values(kColumns * kK);
   const int8::KindKernels &ka = fast.kind[a.kind.index()], &kb = slow.kind[b.kind.index()];
-  std::vector<uint8_t> row_a(int8::RoundedRow::bytes(kK)), row_b(row_a.size());
-  const auto ra = int8::RoundedRow::in(row_a.data(), kK),
-             rb = int8::RoundedRow::in(row_b.data(), kK);
-  ka.round(x.data(), 0, kK / kChunkValues, a.kind.offset, ra);
-  kb.round(x.data(), 0, kK / kChunkValues, b.kind.offset, rb);
+  std::vector<uint8_t> row_a(int8::RoundedRow::bytes(kK, parts)), row_b(row_a.size());
+  const auto ra = int8::RoundedRow::in(row_a.data(), kK, parts),
+             rb = int8::RoundedRow::in(row_b.data(), kK, parts);
+  ka.round[parts - 1](x.data(), 0, kK / kChunkValues, a.kind.offset, ra);
+  kb.round[parts - 1](x.data(), 0, kK / kChunkValues, b.kind.offset, rb);
   int failures = row_a != row_b;
   std::vector<float> ya(kRows), yb(kRows);
-  a.gemv({w, 0, kRows, ra, ya.data()});
-  b.gemv({w, 0, kRows, rb, yb.data()});
+  a.gemv[parts - 1]({w, 0, kRows, ra, ya.data()});
+  b.gemv[parts - 1]({w, 0, kRows, rb, yb.data()});
   failures += !near(ya, yb, kK);
-  const auto compare = [&](int8::Layout layout, int8::PackKernel pa, int8::PackKernel pb,
+  using Pack = int8::ByParts<int8::PackKernel>;
+  const auto compare = [&](int8::Layout layout, const Pack& pa, const Pack& pb,
                            const int8::Tile& ta, const int8::Tile& tb) {
-    const std::vector<uint8_t> xa = panel_of(layout, pa, a.kind, x),
-                               xb = panel_of(layout, pb, b.kind, x);
+    const std::vector<uint8_t> xa = panel_of(layout, pa, parts, a.kind, x),
+                               xb = panel_of(layout, pb, parts, b.kind, x);
     failures += xa != xb;
     failures += !near(tile_of(a, ta, w, xa), tile_of(b, tb, w, xb), kK);
   };
   compare(fast.narrow, ka.pack_narrow, kb.pack_narrow, ka.narrow, kb.narrow);
   compare(fast.batched, ka.pack_batched, kb.pack_batched, ka.batched[0], kb.batched[0]);
   compare(fast.gemm, ka.pack_gemm, kb.pack_gemm, ka.gemm[0], kb.gemm[0]);
-  if (failures) std::printf("int8 %s %s: %d differences\n", name, f.name.c_str(), failures);
+  if (failures) {
+    std::printf("int8 %s %s, %d parts: %d differences\n", name, f.name.c_str(), parts, failures);
+  }
   return failures;
 }
 
@@ -211,8 +215,11 @@ int main() {
   failures += metalmm::cpu::check_softmax() + metalmm::cpu::check_weighing();
   for (const metalmm::Format& f : metalmm::all_formats()) {
     failures += metalmm::cpu::check_format(f);
-    failures += metalmm::cpu::check_int8(f, metalmm::cpu::neon::kInt8Kernels, "neon");
-    failures += metalmm::cpu::check_int8(f, metalmm::cpu::neon_dot::kInt8Kernels, "neon_dot");
+    for (int parts = 1; parts <= metalmm::cpu::int8::kMaxParts; ++parts) {
+      failures += metalmm::cpu::check_int8(f, metalmm::cpu::neon::kInt8Kernels, parts, "neon");
+      failures +=
+          metalmm::cpu::check_int8(f, metalmm::cpu::neon_dot::kInt8Kernels, parts, "neon_dot");
+    }
   }
   std::printf("%zu formats, %d differences\n", metalmm::all_formats().size(), failures);
   return failures != 0;

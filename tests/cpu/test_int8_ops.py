@@ -11,7 +11,7 @@ import pytest
 import torch
 from backends import Backend
 from inputs import activations, random_weight
-from oracle import Value, check, linear_of_int8, spec
+from oracle import Value, check, linear_of_rounded, spec
 from torch import Tensor
 
 ops = torch.ops.metalmm
@@ -53,7 +53,7 @@ def test_other_engines_refuse(op: str, backend: Backend) -> None:
 def test_unknown_names(op: str, backend: Backend) -> None:
     for device in (backend.device, "meta"):
         x, w = activations(3, K).to(device), random_weight("q4_k", N, K).to(device)
-        with pytest.raises(ValueError, match=r"^activations: unknown 'int4'; allowed: int8"):
+        with pytest.raises(ValueError, match=r"^activations: unknown 'int4'; allowed: int8, int16"):
             calls()[op](x, w, activations="int4")
 
 
@@ -67,7 +67,7 @@ def test_meta_takes_it(op: str) -> None:
 def test_strategies_without_int8(name: str, backend: Backend) -> None:
     skip_others(backend)
     x, w = activations(3, K), random_weight("q4_k", N, K)
-    said = rf"^strategy: unknown '{name}' on cpu with int8 activations; allowed: gemv, gemv_b"
+    said = rf"^strategy: unknown '{name}' on cpu with rounded activations; allowed: gemv, gemv_b"
     with pytest.raises(ValueError, match=said):
         ops.linear(x, w, None, "q4_k", name, activations="int8")
     fakes = torch._subclasses.fake_tensor.FakeTensorMode()
@@ -97,7 +97,7 @@ def test_bias_and_residual_are_added_unrounded(dtype: torch.dtype, backend: Back
     w, x = random_weight("q4_k", N, K), activations(5, K, dtype=dtype)
     bias, residual = activations(N, seed="bias"), activations(5, N, seed="residual")
     y = ops.linear(x, w, bias, "q4_k", None, residual, activations="int8")
-    want = linear_of_int8(x, "q4_k", w) + Value.of(bias) + Value.of(residual)
+    want = linear_of_rounded(x, "q4_k", w) + Value.of(bias) + Value.of(residual)
     check(y, want.store(dtype), str(dtype))
 
 
@@ -106,11 +106,11 @@ def test_swiglu_of_int8(backend: Backend) -> None:
     skip_others(backend)
     x = activations(5, K) / 8
     gate, up = random_weight("q4_k", N, K), random_weight("f32", N, K)
-    rounded = linear_of_int8(x, "q4_k", gate).silu()
+    rounded = linear_of_rounded(x, "q4_k", gate).silu()
     y = ops.swiglu(x, gate, up, "q4_k", "f32", activations="int8")
     check(y, (rounded * Value.of(x).dot(spec("f32", up, K))).store(x.dtype), "dense up")
     y = ops.swiglu(x, gate, gate.flip(0), "q4_k", "q4_k", activations="int8")
-    check(y, rounded * linear_of_int8(x, "q4_k", gate.flip(0)), "packed up")
+    check(y, rounded * linear_of_rounded(x, "q4_k", gate.flip(0)), "packed up")
 
 
 def test_swiglu_linear_rounds_the_hidden_values(backend: Backend) -> None:
@@ -119,7 +119,7 @@ def test_swiglu_linear_rounds_the_hidden_values(backend: Backend) -> None:
     generator, w = inputs.generator("hidden"), random_weight("q6_k", N, K)
     gate, up = (torch.randint(-9, 10, (5, K), generator=generator).float() for _ in range(2))
     y = ops.swiglu_linear(gate, up, w, None, "q6_k", "relu2", activations="int8")
-    check(y, linear_of_int8(gate.relu().square() * up, "q6_k", w), "relu2")
+    check(y, linear_of_rounded(gate.relu().square() * up, "q6_k", w), "relu2")
 
 
 def test_norm_linear_rounds_the_norm(backend: Backend) -> None:
@@ -128,7 +128,7 @@ def test_norm_linear_rounds_the_norm(backend: Backend) -> None:
     x = torch.where(torch.rand(5, K, generator=inputs.generator("norm")) < 0.5, -1.0, 1.0)
     w, factors = random_weight("q6_k", N, K), activations(K, seed="factors")
     y = ops.norm_linear(x, factors, 0.0, 0.0, w, None, "q6_k", activations="int8")
-    check(y, linear_of_int8(x * factors, "q6_k", w), "norm")
+    check(y, linear_of_rounded(x * factors, "q6_k", w), "norm")
 
 
 def test_the_gradient_is_that_of_exact_activations(backend: Backend) -> None:
@@ -147,7 +147,7 @@ def test_autocast_rounds_its_own_dtype(backend: Backend) -> None:
     with torch.autocast("cpu", torch.bfloat16):
         y = ops.linear(x, w, None, "q4_k", activations="int8")
     assert y.dtype == torch.bfloat16
-    check(y, linear_of_int8(x.bfloat16(), "q4_k", w).store(torch.bfloat16), "autocast")
+    check(y, linear_of_rounded(x.bfloat16(), "q4_k", w).store(torch.bfloat16), "autocast")
 
 
 def test_compiled(backend: Backend) -> None:

@@ -188,9 +188,9 @@ def test_from_pretrained_sets_it(tmp_path: Path) -> None:
 
 
 ERRORS: dict[str, tuple[Any, str]] = {
-    "unknown": ("int4", "activations: 'int4'; allowed: None, 'int8'"),
-    "a number": (8, "activations: 8; allowed: None, 'int8'"),
-    "a list": (["int8"], r"activations: \['int8'\]; allowed: None, 'int8'"),
+    "unknown": ("int4", "activations: 'int4'; allowed: None, 'int8', 'int16'"),
+    "a number": (8, "activations: 8; allowed: None, 'int8', 'int16'"),
+    "a list": (["int8"], r"activations: \['int8'\]; allowed: None, 'int8', 'int16'"),
 }
 
 

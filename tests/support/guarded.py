@@ -17,11 +17,12 @@ import sys
 import torch
 from backends import CPU, ONE_OF_EACH
 from inputs import activations, random_weight
-from oracle import check, linear, linear_of_int8, spec
+from oracle import check, linear, linear_of_rounded, spec
 from torch import Tensor
 
 import torch_metalmm  # noqa: F401  (registers torch.ops.metalmm)
 from torch_metalmm import _C, formats
+from torch_metalmm.formats.activations import TOP_CODES
 
 ops = torch.ops.metalmm
 
@@ -30,7 +31,7 @@ CALLS = [(m, torch.float32) for m in (1, 2, 3, 4, 5, 6, 7, 8, 26)] + [
     (1, torch.bfloat16),
     (26, torch.bfloat16),
 ]
-INT8 = (None, "gemv", "gemv_batched", "gemm")
+ROUNDED = tuple((k, s) for k in TOP_CODES for s in (None, "gemv", "gemv_batched", "gemm"))
 
 libc = ctypes.CDLL(None, use_errno=True)
 libc.mmap.restype = ctypes.c_void_p
@@ -73,9 +74,10 @@ def exercise(name: str) -> None:
                     halved = CPU.halves(strategy, dtype, name, (m, 5, k))
                     want = linear(x, values, bias, halved)
                     check(ops.linear(x, w, bias, name, strategy), want, f"{at} {strategy}")
-                for strategy in INT8 if _C.has_int8(name) else ():
-                    y = ops.linear(x, w, None, name, strategy, activations="int8")
-                    check(y, linear_of_int8(x, name, packed).store(dtype), f"{at} int8 {strategy}")
+                for kind, strategy in ROUNDED if _C.has_integer_codes(name) else ():
+                    y = ops.linear(x, w, None, name, strategy, activations=kind)
+                    want = linear_of_rounded(x, name, packed, kind).store(dtype)
+                    check(y, want, f"{at} {kind} {strategy}")
             ids = guarded(torch.tensor([4, 0, 4]), at_end)
             assert torch.equal(ops.embedding(ids, w, name, k), values[[4, 0, 4]])
             assert torch.equal(ops.dequantize(w, name, k), values)

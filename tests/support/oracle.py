@@ -58,7 +58,7 @@ import torch
 from torch import Tensor
 
 from torch_metalmm import formats
-from torch_metalmm.formats import activations as activations_int8
+from torch_metalmm.formats import activations as rounded
 
 DTYPES = tuple(formats.DTYPES.values())
 FORMATS = tuple(formats.names())
@@ -270,16 +270,27 @@ def linear_apart(x: Tensor, name: str, packed: Tensor) -> Value:
     return y.store(x.dtype)
 
 
-def rounded_activations(x: Tensor) -> Tensor:
-    """x as activations="int8" takes it, float64."""
-    return activations_int8.dequantize(*activations_int8.quantize(x))
+def rounded_parts(x: Tensor, kind: str) -> tuple[Tensor, ...]:
+    """What products with activations=kind add up x from, float64: of int16 255 high and low."""
+    codes, scales = rounded.quantize(x, kind)
+    if kind == "int8":
+        return (rounded.dequantize(codes, scales),)
+    high = 255 * (codes.double() / 255).round()
+    return rounded.dequantize(high, scales), rounded.dequantize(codes - high, scales)
 
 
-def linear_of_int8(x: Tensor, name: str, packed: Tensor) -> Value:
-    """x wT in f32, W packed and with integer codes, x rounded to int8."""
+def rounded_activations(x: Tensor, kind: str) -> Tensor:
+    """x as activations=kind takes it, float64."""
+    return rounded.dequantize(*rounded.quantize(x, kind))
+
+
+def linear_of_rounded(x: Tensor, name: str, packed: Tensor, kind: str = "int8") -> Value:
+    """x wT in f32, W packed and with integer codes, x rounded in blocks."""
     k = x.shape[-1]
     size = addends(name, packed, k, biased=False) if name in OFFSETS else None
-    return Value.of(rounded_activations(x)).dot(spec(name, packed, k), k // 8 + 10, size=size)
+    w, chain = spec(name, packed, k), k // 8 + 10
+    first, *rest = (Value.of(p).dot(w, chain, size=size) for p in rounded_parts(x, kind))
+    return first + rest[0] if rest else first
 
 
 def spec(name: str, packed: Tensor, k: int) -> Tensor:

@@ -42,7 +42,8 @@ class MetalMMConfig(QuantizationConfigMixin):
     modules: {pattern: format or None}, patterns as in quantize_; the first that matches counts.
     skip: layers to leave dense: a name, or a part of one between dots, or a glob of either
     ("lm_head", "layers.0", "*.mlp.down_*"). A weight tied to a skipped layer stays dense too.
-    activations: "int8", as activations_ says it; or {name of a layer: "int8" or None}.
+    activations: "int8" or "int16", as activations_ says it; or {name of a layer: one of them or
+    None}.
     importance: the path of an importance matrix, as read_importance reads it; read while a dense
     model is loaded, and not stored.
 

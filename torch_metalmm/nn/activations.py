@@ -1,4 +1,4 @@
-"""How packed layers on the CPU read their input: exactly, or rounded to int8 in blocks."""
+"""How packed layers on the CPU read their input: exactly, or rounded in blocks."""
 
 from __future__ import annotations
 
@@ -9,9 +9,10 @@ from typing import Any
 from torch import Tensor, nn
 
 from .. import _C, formats
+from ..formats.activations import TOP_CODES
 
 _native: Any = _C  # mypy does not see into the module
-KINDS = ("int8",)
+KINDS = tuple(TOP_CODES)
 
 _changes = [0]
 
@@ -23,9 +24,9 @@ def check_kind(kind: object, where: str = "activations") -> None:
         raise ValueError(f"{where}: {kind!r}; allowed: None, {allowed}")
 
 
-def takes_int8(format: str) -> bool:
+def takes_rounded(format: str) -> bool:
     """Whether the products of the format can round their input: it has integer codes."""
-    return bool(_native.has_int8(formats.get(format).name))
+    return bool(_native.has_integer_codes(formats.get(format).name))
 
 
 class Activations:
@@ -60,7 +61,7 @@ def changes() -> int:
 def exactly(model: nn.Module) -> Iterator[None]:
     """The layers of the model read their input exactly; then again as before, by their names.
 
-    Rounded to int8, two inputs that differ by the rounding of f32 may differ by half a step.
+    Rounded in blocks, two inputs that differ by the rounding of f32 may differ by half a step.
     """
     kinds = {n: m.activations for n, m in model.named_modules() if isinstance(m, Activations)}
     asked = {name: kind for name, kind in kinds.items() if kind is not None}

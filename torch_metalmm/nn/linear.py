@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
 
 from .. import formats
-from .activations import Activations, of_call, set_activations, takes_int8
+from .activations import Activations, of_call, set_activations, takes_rounded
 from .packed import Packed, check_packed, quantize_weight
 
 _linear = torch.ops.metalmm.linear.default
@@ -26,8 +26,8 @@ class QuantLinear(Activations, Packed, NonDynamicallyQuantizableLinear):
     layer is an nn.Linear for code that looks for one (PEFT, Trainer), of the kind that torchao's
     quantize_ leaves alone; code that computes with `.weight` itself has to call `dequantize()`.
 
-    activations, set by activations_: None, or "int8" where x on the CPU is rounded to 8 bits in
-    blocks (torch_metalmm/formats/activations.py). Other devices read x exactly.
+    activations, set by activations_: None, or "int8" or "int16" where x on the CPU is rounded to so
+    many bits in blocks (torch_metalmm/formats/activations.py). Other devices read x exactly.
     """
 
     input_order: Tensor | None
@@ -68,7 +68,7 @@ class QuantLinear(Activations, Packed, NonDynamicallyQuantizableLinear):
         layer = cls.from_packed(packed, linear.in_features, name, linear.bias)
         if packed is linear.weight:
             layer.input_order = getattr(linear, "input_order", None)
-        if isinstance(linear, QuantLinear) and takes_int8(name):
+        if isinstance(linear, QuantLinear) and takes_rounded(name):
             set_activations(layer, linear.activations)
         return layer
 

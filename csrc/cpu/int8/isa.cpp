@@ -32,8 +32,9 @@ MM_INLINE void prefetch_planes(const Weight& w, const uint8_t* row) {
 }
 
 // Owner: one thread; kRows rows of W at a time, a kRows-th of the range apart (cpu/isa.cpp's Dot
-// says why). Traffic: W once, decoded into registers; x, 2 bytes a value, once per kRows rows.
-template <class Codec, int kRows>
+// says why). Traffic: W once, decoded into registers; x, kParts + 1 bytes a value, once per kRows
+// rows.
+template <class Codec, int kRows, int kParts>
 struct Int8Gemv {
   using Codes = Integers<Codec>;
   using Block = typename Codes::Block;
@@ -71,15 +72,20 @@ struct Int8Gemv {
     const Bytes codes = Codes::codes(block, c);
 #pragma GCC unroll 2
     for (int i = 0; i < kSums; ++i) {
-      Ints<kGemvBytes> sum = {};
+      Ints<kGemvBytes> sum = {}, high = {};
       if (!kKind.min) {
         sum = load_as<Ints<kGemvBytes>>(x.added + (chunk * kSums + i) * kGemvBytes);
       }
 #pragma GCC unroll 2
       for (int v = i * kVectors / kSums; v < (i + 1) * kVectors / kSums; ++v) {
-        const auto q = load_as<Ints<kGemvBytes>>(x.codes + chunk * kChunkValues + v * kGemvBytes);
-        sum = dot<kWide>(sum, part<kGemvBytes>(codes, v), q);
+        const int8_t* q = x.codes + chunk * kParts * kChunkValues + v * kGemvBytes;
+        const auto w = part<kGemvBytes>(codes, v);
+        if (kParts == 2) high = dot<kWide>(high, w, load_as<Ints<kGemvBytes>>(q));
+        q += (kParts - 1) * kChunkValues;
+        sum = dot<kWide>(sum, w, load_as<Ints<kGemvBytes>>(q));
       }
+      static_assert(int8::kBase == (1 << 8) - 1, "shifts, where vectors multiply slowly");
+      if (kParts == 2) sum += (high << 8) - high;
       y.lanes = fma_of(__builtin_convertvector(sum, V), of_groups(scales, c, i), y.lanes);
     }
   }
@@ -286,10 +292,11 @@ constexpr int8::KindKernels kind_kernels(Numbers<b...>, Numbers<g...>) {
   constexpr bool wide = kWide && kWideCosts;
   constexpr int n = kVectorBytes;
   using int8::kBatchedSpan, int8::kGemmSpan;
-  return {round_row<kSub, kMin>,
-          pack<kGemvBytes, kBatchedSpan, kSub, kMin>,
-          pack<n, kBatchedSpan, kSub, kMin>,
-          pack<n, kGemmSpan, kSub, kMin>,
+  return {{round_row<kSub, kMin, 1>, round_row<kSub, kMin, 2>},
+          {pack<kGemvBytes, kBatchedSpan, kSub, kMin, 1>,
+           pack<kGemvBytes, kBatchedSpan, kSub, kMin, 2>},
+          {pack<n, kBatchedSpan, kSub, kMin, 1>, pack<n, kBatchedSpan, kSub, kMin, 2>},
+          {pack<n, kGemmSpan, kSub, kMin, 1>, pack<n, kGemmSpan, kSub, kMin, 2>},
           {Int8Tile<kGemvBytes, kBatchedSpan, kSub, kMin, wide, kNarrowRows, 1>::run, kNarrowRows},
           {{Int8Tile<n, kBatchedSpan, kSub, kMin, wide, kBatchedRows[b], b + 1>::run,
             kBatchedRows[b]}...},
@@ -307,7 +314,9 @@ constexpr int8::CodecKernels codec_kernels() {
   if constexpr (Integers<Codec>::kKind.sub == 0) {
     return {};
   } else {
-    return {Integers<Codec>::kKind, Int8Gemv<Codec, kGemvRows>::run, decode_codes<Codec>};
+    return {Integers<Codec>::kKind,
+            {Int8Gemv<Codec, kGemvRows, 1>::run, Int8Gemv<Codec, kGemvRows, 2>::run},
+            decode_codes<Codec>};
   }
 }
 

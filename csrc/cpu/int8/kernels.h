@@ -1,10 +1,12 @@
 // What the int8 driver calls: one table of kernels per instruction set, chosen at run time. No
 // torch.
 //
-// x is rounded to codes q of 8 bits, blocks of kChunkValues values sharing a scale s; a packed
-// weight is w = d q' + m with q' of 8 bits, unsigned, blocks of 16 or 32 values sharing d and m:
+// x is rounded to codes q of 8 or 16 bits, blocks of kChunkValues values sharing a scale s; a
+// packed weight is w = d q' + m with q' of 8 bits, unsigned, blocks of 16 or 32 values sharing d
+// and m:
 //   sum x w = sum over blocks of s (d sum q q' + m sum q)
-// The sums of a block are integers, exact; the rest is f32.
+// The sums of a block are integers, exact; the rest is f32. A code of 16 bits is kBase high + low,
+// two parts of 8 bits, for the instructions that multiply bytes.
 #pragma once
 
 #include <cstdint>
@@ -12,6 +14,11 @@
 #include "cpu/kernels.h"
 
 namespace metalmm::cpu::int8 {
+
+// Odd: parts of -127 to 127, which signed bytes negate, have each code up to 127 * 256 in one way.
+constexpr int kBase = 255;
+// Of a code of x: 1 or 2.
+constexpr int kMaxParts = 2;
 
 // What a format needs of a kernel.
 struct Kind {
@@ -50,18 +57,19 @@ struct PackArgs {
 };
 using PackKernel = void (*)(const PackArgs&);
 
-// A row of x for gemv: its codes; for each group of W its scale; and what is added: -offset sum q
-// of the group in lanes of 4 values, int32, or s sum q, f32.
+// A row of x for gemv: its codes, of a chunk part by part; for each group of W its scale; and what
+// is added: -offset sum q of the group in lanes of 4 values, int32, or s sum q, f32.
 struct RoundedRow {
   int8_t* codes;
   float* scale;
   uint8_t* added;
-  static constexpr int64_t kChunkBytes = kChunkValues + 2 * sizeof(float) + kChunkValues;
-  static constexpr int64_t bytes(int64_t k) { return k / kChunkValues * kChunkBytes; }
-  // In bytes(k) of memory.
-  static RoundedRow in(uint8_t* memory, int64_t k) {
-    return {reinterpret_cast<int8_t*>(memory), reinterpret_cast<float*>(memory + 2 * k),
-            memory + k};
+  static constexpr int64_t bytes(int64_t k, int parts) {
+    return (parts + 1) * k + k / kChunkValues * 2 * static_cast<int64_t>(sizeof(float));
+  }
+  // In bytes(k, parts) of memory.
+  static RoundedRow in(uint8_t* memory, int64_t k, int parts) {
+    uint8_t* added = memory + parts * k;
+    return {reinterpret_cast<int8_t*>(memory), reinterpret_cast<float*>(added + k), added};
   }
 };
 // Chunks [first_chunk, last_chunk) of a row.
@@ -112,15 +120,18 @@ struct Tile {
 };
 constexpr int kMaxPanels = 4;
 
+// By parts - 1.
+template <class Kernel>
+using ByParts = Kernel[kMaxParts];
 struct KindKernels {
-  RoundKernel round;
-  PackKernel pack_narrow, pack_batched, pack_gemm;
+  ByParts<RoundKernel> round;
+  ByParts<PackKernel> pack_narrow, pack_batched, pack_gemm;
   Tile narrow, batched[kMaxPanels], gemm[kMaxPanels];  // the last two by panels - 1
 };
 
 struct CodecKernels {
   Kind kind;
-  GemvKernel gemv;  // null: the format has no integer codes
+  ByParts<GemvKernel> gemv;  // null: the format has no integer codes
   DecodeKernel decode;
 };
 

@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <memory>
+#include <numeric>
 #include <vector>
 
 #include "cpu/parallel.h"
@@ -10,7 +11,7 @@
 namespace metalmm::cpu::int8 {
 namespace {
 
-// Above, the tiles are faster although they take whole panels.
+// Rows of codes. Above, the tiles are faster although they take whole panels.
 constexpr int64_t kMaxBatchedRows = 8;
 
 // A task of gemm, as the exact one: codes of W (27 KB), of x (168 KB) and c (48 KB) share a
@@ -39,10 +40,10 @@ class Aligned {
   uint8_t* data_;
 };
 
-// Rows of x as panels of a layout.
+// Rows of x as panels of a layout: `rows` in each, of `parts` rows of codes.
 struct Panels {
   Layout layout;
-  int64_t count, stride;  // stride in bytes
+  int64_t rows, count, stride;  // stride in bytes
   Aligned memory;
   // From a chunk of a panel on.
   const uint8_t* at(int64_t panel, int64_t chunk, const Kind& kind) const {
@@ -50,10 +51,12 @@ struct Panels {
   }
 };
 
-Panels pack(const at::Tensor& x, const Kind& kind, const Layout& layout, PackKernel kernel) {
-  const int64_t m = x.size(0), chunks = x.size(1) / kChunkValues, rows = layout.rows();
+Panels pack(const at::Tensor& x, const Kind& kind, const Layout& layout, int parts,
+            const ByParts<PackKernel>& kernels) {
+  const int64_t m = x.size(0), chunks = x.size(1) / kChunkValues, rows = layout.rows() / parts;
   const int64_t panels = (m + rows - 1) / rows, stride = chunks * layout.chunk_bytes(kind.sub);
-  Panels out{layout, panels, stride, Aligned(panels * stride)};
+  Panels out{layout, rows, panels, stride, Aligned(panels * stride)};
+  const PackKernel kernel = kernels[parts - 1];
   const float* from = elements<float>(x);
   const int64_t x_stride = x.stride(0);
   const int64_t grain = std::max<int64_t>(1, kGrainRounded / (kChunkValues * std::min(m, rows)));
@@ -83,21 +86,22 @@ struct Product {
   const Weight& w;
   const CodecKernels& codec;
   const KindKernels& kind;
+  int parts;
   int64_t m, n;
   float* y;
 };
 
 void gemv(const Product& p, const at::Tensor& x) {
   const int64_t k = p.w.k, chunks = k / kChunkValues;
-  const Aligned memory(RoundedRow::bytes(k));
-  const RoundedRow row = RoundedRow::in(memory.get(), k);
+  const Aligned memory(RoundedRow::bytes(k, p.parts));
+  const RoundedRow row = RoundedRow::in(memory.get(), k, p.parts);
   for (int64_t m = 0; m < p.m; ++m) {
     const float* from = elements<float>(x) + m * x.stride(0);
     parallel_for(0, chunks, kGrainRounded / kChunkValues, [&](int64_t first, int64_t last) {
-      p.kind.round(from, first, last, p.codec.kind.offset, row);
+      p.kind.round[p.parts - 1](from, first, last, p.codec.kind.offset, row);
     });
     parallel_for(0, p.n, row_grain(k), [&](int64_t first, int64_t last) {
-      p.codec.gemv({p.w, first, last, row, p.y + m * p.n + first});
+      p.codec.gemv[p.parts - 1]({p.w, first, last, row, p.y + m * p.n + first});
     });
   }
 }
@@ -106,9 +110,8 @@ void gemv(const Product& p, const at::Tensor& x) {
 // gemv do, with `count` panels of x.
 void batched_rows(const Product& p, const Panels& x, const Tile& tile, int64_t panel, int64_t count,
                   int64_t first, int64_t last) {
-  const int64_t lanes = x.layout.bytes / 4, row_lanes = x.layout.span / 4;
-  const int64_t m0 = panel * x.layout.rows();
-  const int64_t m1 = std::min(p.m, m0 + count * x.layout.rows());
+  const int64_t lanes = x.layout.bytes / 4, row_lanes = p.parts * x.layout.row_lanes();
+  const int64_t m0 = panel * x.rows, m1 = std::min(p.m, m0 + count * x.rows);
   Scratch scratch(tile.rows, tile.rows * count * lanes);
   const int64_t passes = (last - first + tile.rows - 1) / tile.rows;
   for (int64_t i = first; i < first + passes; ++i) {
@@ -123,7 +126,7 @@ void batched_rows(const Product& p, const Panels& x, const Tile& tile, int64_t p
     for (int64_t r = 0; r < tile.rows && i + r * passes < last; ++r) {
       const float* lane = scratch.c.data() + r * count * lanes;
       for (int64_t m = m0; m < m1; ++m, lane += row_lanes) {
-        p.y[m * p.n + i + r * passes] = lane[0] + lane[1];
+        p.y[m * p.n + i + r * passes] = std::accumulate(lane + 1, lane + row_lanes, lane[0]);
       }
     }
   }
@@ -131,9 +134,10 @@ void batched_rows(const Product& p, const Panels& x, const Tile& tile, int64_t p
 
 void gemv_batched(const Product& p, const at::Tensor& x) {
   const Kernels& kernels = current_kernels();
-  const bool narrow = p.m <= kernels.narrow.rows();
-  const Panels panels = narrow ? pack(x, p.codec.kind, kernels.narrow, p.kind.pack_narrow)
-                               : pack(x, p.codec.kind, kernels.batched, p.kind.pack_batched);
+  const bool narrow = p.m * p.parts <= kernels.narrow.rows();
+  const Panels panels = narrow
+                            ? pack(x, p.codec.kind, kernels.narrow, p.parts, p.kind.pack_narrow)
+                            : pack(x, p.codec.kind, kernels.batched, p.parts, p.kind.pack_batched);
   const int64_t most = narrow ? 1 : kernels.batched_panels;
   for (int64_t i = 0; i < panels.count; i += most) {
     const int64_t count = std::min(most, panels.count - i);
@@ -144,11 +148,11 @@ void gemv_batched(const Product& p, const at::Tensor& x) {
   }
 }
 
-// y for the rows [n0, n1) of W and [m0, m1) of x.
+// y for the rows [n0, n1) of W and [m0, m1) of x, of kTaskColumns rows of codes at most.
 void gemm_task(const Product& p, const Panels& x, int64_t n0, int64_t n1, int64_t m0, int64_t m1,
                Scratch& scratch) {
   const int64_t width = x.layout.rows(), most = current_kernels().gemm_panels;
-  const int64_t panels = (m1 - m0 + width - 1) / width;
+  const int64_t panels = (m1 - m0 + x.rows - 1) / x.rows;
   for (int64_t k0 = 0; k0 < p.w.k; k0 += kDecodeK) {
     const int64_t k1 = std::min(p.w.k, k0 + kDecodeK);
     for (int64_t r = n0; r < n1; ++r) {
@@ -157,7 +161,7 @@ void gemm_task(const Product& p, const Panels& x, int64_t n0, int64_t n1, int64_
     for (int64_t i = 0; i < panels; i += most) {
       const int64_t count = std::min(most, panels - i);
       const Tile tile = p.kind.gemm[count - 1];
-      const uint8_t* panel = x.at(m0 / width + i, k0 / kChunkValues, p.codec.kind);
+      const uint8_t* panel = x.at(m0 / x.rows + i, k0 / kChunkValues, p.codec.kind);
       for (int64_t r = 0; r < n1 - n0; r += tile.rows) {
         tile.run({scratch.rows().row(r), panel, x.stride, (k1 - k0) / kChunkValues,
                   scratch.c.data() + r * kTaskColumns + i * width, kTaskColumns, k0 > 0});
@@ -166,39 +170,41 @@ void gemm_task(const Product& p, const Panels& x, int64_t n0, int64_t n1, int64_
   }
   for (int64_t m = m0; m < m1; ++m) {
     for (int64_t r = n0; r < n1; ++r) {
-      p.y[m * p.n + r] = scratch.c[(r - n0) * kTaskColumns + m - m0];
+      const float* c = scratch.c.data() + (r - n0) * kTaskColumns + (m - m0) * p.parts;
+      p.y[m * p.n + r] = std::accumulate(c + 1, c + p.parts, c[0]);
     }
   }
 }
 
 void gemm(const Product& p, const at::Tensor& x) {
-  const Panels panels = pack(x, p.codec.kind, current_kernels().gemm, p.kind.pack_gemm);
+  const Panels panels = pack(x, p.codec.kind, current_kernels().gemm, p.parts, p.kind.pack_gemm);
   const int64_t row_tasks = (p.n + kTaskRows - 1) / kTaskRows;
-  const int64_t column_tasks = (p.m + kTaskColumns - 1) / kTaskColumns;
+  const int64_t columns = kTaskColumns / p.parts, column_tasks = (p.m + columns - 1) / columns;
   parallel_for(0, row_tasks * column_tasks, 1, [&](int64_t first, int64_t last) {
     Scratch scratch(kTaskRows, kTaskRows * kTaskColumns);
     for (int64_t i = first; i < last; ++i) {
-      const int64_t n0 = i % row_tasks * kTaskRows, m0 = i / row_tasks * kTaskColumns;
-      gemm_task(p, panels, n0, std::min(p.n, n0 + kTaskRows), m0, std::min(p.m, m0 + kTaskColumns),
+      const int64_t n0 = i % row_tasks * kTaskRows, m0 = i / row_tasks * columns;
+      gemm_task(p, panels, n0, std::min(p.n, n0 + kTaskRows), m0, std::min(p.m, m0 + columns),
                 scratch);
     }
   });
 }
 
-Strategy choose_strategy(int64_t m) {
+Strategy choose_strategy(int64_t m, int parts) {
   if (m == 1) return Strategy::kGemv;
-  return m <= kMaxBatchedRows ? Strategy::kGemvBatched : Strategy::kGemm;
+  return m * parts <= kMaxBatchedRows ? Strategy::kGemvBatched : Strategy::kGemm;
 }
 
 }  // namespace
 
-void matmul(const Weight& w, const Format& format, std::optional<Strategy> strategy,
-            const at::Tensor& x, at::Tensor& y) {
+void matmul(const Weight& w, const Format& format, Activations activations,
+            std::optional<Strategy> strategy, const at::Tensor& x, at::Tensor& y) {
   const int64_t m = x.size(0), n = y.size(1);
   const CodecKernels& codec = current_kernels().codec[static_cast<int>(format.codec)];
-  const Product p{w, codec, current_kernels().kind[codec.kind.index()],
-                  m, n,     y.mutable_data_ptr<float>()};
-  const Strategy chosen = strategy.value_or(choose_strategy(m));
+  const KindKernels& kind = current_kernels().kind[codec.kind.index()];
+  const int parts = activations == Activations::kInt16 ? 2 : 1;
+  const Product p{w, codec, kind, parts, m, n, y.mutable_data_ptr<float>()};
+  const Strategy chosen = strategy.value_or(choose_strategy(m, parts));
   if (chosen == Strategy::kGemv) {
     gemv(p, x);
   } else if (chosen == Strategy::kGemvBatched) {

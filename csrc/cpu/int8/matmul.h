@@ -1,4 +1,4 @@
-// y = x Wᵀ on the CPU with x rounded to int8: the three ways to walk it, as those of
+// y = x Wᵀ on the CPU with x rounded to int8 or int16: the three ways to walk it, as those of
 // cpu/matmul.h.
 //
 // gemv          each row of x on its own: W is decoded M times, into registers
@@ -17,7 +17,7 @@ constexpr int kNumStrategies = static_cast<int>(Strategy::kGemm) + 1;
 
 // y f32 [M, N], contiguous, of x f32 [M, K], its last dimension dense. None of M, N and K is 0, and
 // the format has integer codes.
-void matmul(const Weight& w, const Format& format, std::optional<Strategy> strategy,
-            const at::Tensor& x, at::Tensor& y);
+void matmul(const Weight& w, const Format& format, Activations activations,
+            std::optional<Strategy> strategy, const at::Tensor& x, at::Tensor& y);
 
 }  // namespace metalmm::cpu::int8

@@ -1,14 +1,16 @@
-// Activations rounded to int8, as torch_metalmm/formats/activations.py specifies: the same codes
-// and scales on every instruction set.
+// Activations rounded to int8 or int16, as torch_metalmm/formats/activations.py specifies: the same
+// codes and scales on every instruction set.
 #pragma once
 
 #include "vectors.h"
 
 namespace metalmm::cpu::MM_ISA {
 
-constexpr float kTopCode = 127;
-// Below this a scale would be subnormal: such blocks are zeros.
-constexpr float kSmallestTop = kTopCode * 0x1p-126f;
+using int8::kBase;
+
+// The largest code of so many parts.
+template <int kParts>
+constexpr float kTopCode = kParts == 1 ? 127 : 127 * (kBase + 1);
 
 MM_INLINE void store_codes(I v, int8_t* out) {
 #if defined(__AVX512F__)
@@ -33,8 +35,12 @@ MM_INLINE int32_t largest(I v) {
 #endif
 }
 
-// The codes of a block; returns its scale.
+// The codes of a block, kParts planes of them; returns its scale.
+template <int kParts>
 MM_INLINE float round_block(const float* x, int8_t* codes) {
+  constexpr float kTop = kTopCode<kParts>;
+  // Below this a scale would be subnormal: such blocks are zeros.
+  constexpr float kSmallestTop = kTop * 0x1p-126f;
   constexpr int kVectors = kChunkValues / kWidth;
   F v[kVectors];
   I top = {};
@@ -47,16 +53,27 @@ MM_INLINE float round_block(const float* x, int8_t* codes) {
   const int32_t top_bits = largest(top);
   const float top_value = load_as<float>(&top_bits);
   if (top_bits >= kInfinity || top_value < kSmallestTop) {
-    std::memset(codes, 0, kChunkValues);
+    std::memset(codes, 0, kParts * kChunkValues);
     return top_bits >= kInfinity ? __builtin_nanf("") : 0.f;
   }
   // The sum has no bits below 1: it is rounded to an integer, ties to even.
-  const F reciprocal = set1(kTopCode / top_value), rounder = set1(0x1.8p23f);
+  const F reciprocal = set1(kTop / top_value), rounder = set1(0x1.8p23f);
+  const auto integer = [&](F f) {
+    return reinterpret_cast<I>(f + rounder) - reinterpret_cast<I>(rounder);
+  };
   for (int i = 0; i < kVectors; ++i) {
-    const F rounded = v[i] * reciprocal + rounder;
-    store_codes(reinterpret_cast<I>(rounded) - reinterpret_cast<I>(rounder), codes + i * kWidth);
+    const F scaled = v[i] * reciprocal;
+    if constexpr (kParts == 1) {
+      store_codes(integer(scaled), codes + i * kWidth);
+    } else {
+      // No multiple of 1 / kBase, which is odd, is a tie: the f32 quotient finds the nearest.
+      const F whole = scaled + rounder - rounder;
+      const I high = integer(whole * set1(1.f / kBase));
+      store_codes(high, codes + i * kWidth);
+      store_codes(integer(whole) - high * kBase, codes + kChunkValues + i * kWidth);
+    }
   }
-  return top_value / kTopCode;
+  return top_value / kTop;
 }
 
 // Sums of the codes in fours.
@@ -107,32 +124,42 @@ MM_INLINE void place(const int8_t* codes, float scale, int offset, int row, uint
   }
 }
 
-template <int kBytes, int kSpan, int kSub, bool kMin>
+// Each part of a row of x is a row of the panel; the first has kBase times the scale.
+template <int kBytes, int kSpan, int kSub, bool kMin, int kParts>
 void pack(const int8::PackArgs& a) {
   constexpr int64_t kChunkBytes = int8::Layout{kBytes, kSpan}.chunk_bytes(kSub);
   for (int64_t c = a.first_chunk; c < a.last_chunk; ++c) {
     uint8_t* out = a.out + c * kChunkBytes;
-    if (a.rows < kBytes / kSpan) std::memset(out, 0, kChunkBytes);
+    if (a.rows * kParts < kBytes / kSpan) std::memset(out, 0, kChunkBytes);
     for (int row = 0; row < a.rows; ++row) {
-      int8_t codes[kChunkValues];
-      const float scale = round_block(a.x + row * a.x_stride + c * kChunkValues, codes);
-      place<kBytes, kSpan, kSub, kMin>(codes, scale, a.offset, row, out);
+      int8_t codes[kParts * kChunkValues];
+      const float scale = round_block<kParts>(a.x + row * a.x_stride + c * kChunkValues, codes);
+#pragma GCC unroll 2
+      for (int p = 0; p < kParts; ++p) {
+        place<kBytes, kSpan, kSub, kMin>(codes + p * kChunkValues,
+                                         p == kParts - 1 ? scale : scale * kBase, a.offset,
+                                         row * kParts + p, out);
+      }
     }
   }
 }
 
 // A row of x for gemv.
-template <int kSub, bool kMin>
+template <int kSub, bool kMin, int kParts>
 void round_row(const float* x, int64_t first_chunk, int64_t last_chunk, int offset,
                const int8::RoundedRow& out) {
   constexpr int kGroups = kChunkValues / kSub, kFours = kSub / 4;
   constexpr int kLanes = kGemvBytes / 4;
   constexpr int kSums = kSub * 4 > kGemvBytes * 4 ? kLanes : kChunkValues / 4;  // of a chunk
   for (int64_t c = first_chunk; c < last_chunk; ++c) {
-    int8_t* codes = out.codes + c * kChunkValues;
-    const float scale = round_block(x + c * kChunkValues, codes);
+    int8_t* codes = out.codes + c * kParts * kChunkValues;
+    const float scale = round_block<kParts>(x + c * kChunkValues, codes);
     for (int g = 0; g < kGroups; ++g) out.scale[c * kGroups + g] = scale;
-    const Fours fours(codes);
+    Fours fours(codes);
+    if constexpr (kParts == 2) {
+      const Fours low(codes + kChunkValues);
+      for (int i = 0; i < kChunkValues / 4; ++i) fours.sum[i] = fours.sum[i] * kBase + low.sum[i];
+    }
     if (kMin) {
       for (int g = 0; g < kGroups; ++g) {
         int32_t sum = 0;

@@ -61,7 +61,7 @@ const Kernels& current_kernels() {
 }
 
 bool has_codes(const Format& format) {
-  return current_kernels().codec[static_cast<int>(format.codec)].gemv != nullptr;
+  return current_kernels().codec[static_cast<int>(format.codec)].gemv[0] != nullptr;
 }
 
 }  // namespace int8

@@ -22,6 +22,7 @@ from inputs import activations, integer_weight
 from oracle import DTYPES, KINDS, Value, check, rounded_activations
 
 from torch_metalmm import formats
+from torch_metalmm.formats.activations import TOP_CODES
 
 ops = torch.ops.metalmm
 pytestmark = pytest.mark.schedules
@@ -278,21 +279,22 @@ def test_a_limit_keeps_nan(backend: Backend) -> None:
 # ---- int8, and ids
 
 
-def test_int8_activations(backend: Backend) -> None:
+@pytest.mark.parametrize("kind", TOP_CODES)
+def test_rounded_activations(kind: str, backend: Backend) -> None:
     """On the CPU what x is rounded to is multiplied; elsewhere they are refused."""
     s = Experts(experts=3, n=6, k=64, tokens=3, choices=2)
     x, packed, ids = rows(s, torch.float32), weights("q4_0", s), chosen(s)
     put = [backend.put(t) for t in (x, packed, ids)]
     if backend.chip():
         for op in (ops.expert_linear, ops.expert_swiglu):
-            with pytest.raises(ValueError, match="activations: 'int8'"):
-                op(*put, None, "q4_0", activations="int8")
+            with pytest.raises(ValueError, match=f"activations: '{kind}'"):
+                op(*put, None, "q4_0", activations=kind)
         return
     w = decoded("q4_0", packed, s.k)
-    want = products(rounded_activations(x).float(), w, ids)
-    check(ops.expert_linear(*put, None, "q4_0", activations="int8"), want, "linear")
+    want = products(rounded_activations(x, kind).float(), w, ids)
+    check(ops.expert_linear(*put, None, "q4_0", activations=kind), want, "linear")
     both = gated(*halves(want, False), "silu")
-    check(ops.expert_swiglu(*put, None, "q4_0", activations="int8"), both, "swiglu")
+    check(ops.expert_swiglu(*put, None, "q4_0", activations=kind), both, "swiglu")
 
 
 def test_ids_outside_are_refused_where_the_host_has_them(backend: Backend) -> None:

@@ -49,8 +49,8 @@ def add_model(group: argparse._ArgumentGroup) -> None:
     group.add_argument(
         "--activations",
         metavar="KIND",
-        help="int8: packed layers on the CPU round their input; default: what the model's config "
-        "says, else exactly",
+        help="int8 or int16: packed layers on the CPU round their input; default: what the model's "
+        "config says, else exactly",
     )
     group.add_argument(
         "--fuse",
