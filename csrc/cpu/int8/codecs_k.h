@@ -56,11 +56,18 @@ struct SixBitIntegers : Grouped<Codec, 32, true, 0> {
     const F scales = six_bit_scales(k.b);
     store(k.scale, _mm512_shuffle_f32x4(scales, scales, _MM_SHUFFLE(3, 1, 2, 0)));
 #else
-    Codec::open(row, block, k);
-    for (int i = 4; i < 8; ++i) {
-      const float scale = k.scale[i + 4];
-      k.scale[i + 4] = k.scale[i];
-      k.scale[i] = scale;
+    // Moved as bytes: floats moved one by one would not reach the vector loads before their stores.
+    k.b = row + block * Codec::kBlockBytes;
+    const SixBits six = six_bits(k.b);
+    constexpr uint64_t kLow = 0xffffffff;
+    const uint64_t sorted[2] = {(six.first & kLow) | six.second << 32,
+                                six.first >> 32 | (six.second & ~kLow)};
+    uint8_t bytes[sizeof sorted];
+    std::memcpy(bytes, sorted, sizeof bytes);
+    const F d = half(k.b), minus_dmin = minus_half(k.b + 2);
+    for (int i = 0; i < 8; i += kWidth) {
+      store(k.scale + i, to_float(load_u8(bytes + i)) * d);
+      store(k.scale + 8 + i, to_float(load_u8(bytes + 8 + i)) * minus_dmin);
     }
 #endif
   }

@@ -29,7 +29,7 @@ constexpr int kVectorBytes = 4 * kWidth;
 constexpr int kGemvBytes = kVectorBytes < kChunkValues ? kVectorBytes : kChunkValues;
 
 // Whether products of unsigned codes above 127 take more instructions.
-#if defined(__AVX512VNNI__)
+#if defined(__AVX512VNNI__) || defined(__AVXVNNI__)
 constexpr bool kWideCosts = false;
 #else
 constexpr bool kWideCosts = true;
@@ -74,6 +74,8 @@ template <bool kWide>
 MM_INLINE Ints<32> dot(Ints<32> acc, Ints<32> w, Ints<32> x) {
 #if defined(__AVX512VNNI__)
   return reinterpret_cast<Ints<32>>(_mm256_dpbusd_epi32(m256(acc), m256(w), m256(x)));
+#elif defined(__AVXVNNI__)
+  return reinterpret_cast<Ints<32>>(_mm256_dpbusd_avx_epi32(m256(acc), m256(w), m256(x)));
 #else
   // maddubs saturates pairs beyond 2^15: 2 * 127 * 127 is not, and neither is 2 * 128 * 127, of |w
   // - 128| and of the 128 x that are added.
