@@ -209,7 +209,11 @@ MEASURES = {
         },
         {
             "overhead": ("models.overhead", {}, {}),
-            "families": ("models.family_times", {"formats": "q4_0", "repetitions": 3}, {}),
+            "families": (
+                "models.family_times",
+                {"formats": "q4_0", "repetitions": 3, "models": ""},
+                {},
+            ),
             "loops": ("models.loops", {"formats": "q4_0", "repetitions": 5, "new_tokens": 128}, {}),
             "draft": (
                 "models.drafted",

@@ -1,12 +1,12 @@
 """What a token costs in families whose layers are more than attention and a gated MLP.
 
-Random models of 8 layers of hidden size 2048, packed: unfused on transformers' own cache, after
-fuse_ on a PackedCache, and with its steps replayed, by turns in one process; and a prompt of each.
+Random models of 8 layers of hidden size 2048, or with --models those of WHOLE, packed: unfused on
+transformers' own cache, after fuse_ on a PackedCache, and with its steps replayed, by turns in one
+process; and a prompt of each.
 """
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Iterator, Sequence
 from functools import partial
 from statistics import median
@@ -18,9 +18,11 @@ from torch_metalmm import fuse_
 from torch_metalmm.hf.replay import replayed
 
 from ..runner import Record, Run, named
+from ..shapes import parse_names
 from ..tables import status
 from ..timing import Timing, by_turns, wall_clock
 from .families import family, versions
+from .llamas import packed_random, sharing
 from .systems import Packed, Transformers
 
 CONTEXT = 128
@@ -67,9 +69,55 @@ KINDS: dict[str, dict[str, Any]] = {
     },
 }
 
+# Models as they are published, by their config.json, without images and heads for later tokens.
+_QWEN3_5: dict[str, Any] = {
+    "head_dim": 256,
+    "num_attention_heads": 16,
+    "linear_num_key_heads": 16,
+    "linear_num_value_heads": 32,
+    "linear_key_head_dim": 128,
+    "linear_value_head_dim": 128,
+    "vocab_size": 248320,
+    "tie_word_embeddings": False,
+}
+WHOLE: dict[str, tuple[str, dict[str, Any]]] = {
+    "qwen3.5-35b-a3b": (
+        "qwen3_5_moe_text",
+        _QWEN3_5
+        | {
+            "hidden_size": 2048,
+            "num_hidden_layers": 40,
+            "num_key_value_heads": 2,
+            "num_experts": 256,
+            "num_experts_per_tok": 8,
+            "moe_intermediate_size": 512,
+            "shared_expert_intermediate_size": 512,
+        },
+    ),
+    "qwen3.5-4b": (
+        "qwen3_5_text",
+        _QWEN3_5
+        | {
+            "hidden_size": 2560,
+            "intermediate_size": 9216,
+            "num_hidden_layers": 32,
+            "num_key_value_heads": 4,
+        },
+    ),
+}
+_SMALL_WHOLE = {"num_hidden_layers": 4, "num_experts": 8, "vocab_size": 512}
+
 
 def model_of(kind: str, format: str, run: Run) -> Any:
     """On the run's device, in f16 of a GPU. Tables of angles stay f32, as a load leaves them."""
+    if kind in WHOLE:
+        from transformers import AutoConfig
+
+        name, sizes = WHOLE[kind]
+        small = {k: v for k, v in _SMALL_WHOLE.items() if run.args.quick and k in sizes}
+        config = AutoConfig.for_model(name, **sizes | small)
+        dtype = torch.float32 if run.device.type == "cpu" else torch.float16
+        return packed_random(config, format, run.device.type, dtype)
     options = _SMALL if run.args.quick else _SIZES | KINDS[kind]
     model = family(kind, format, **options)
     if run.device.type == "cpu":
@@ -100,11 +148,16 @@ def run(run: Run) -> Iterator[Record]:
     """One record per family and system."""
     (format, *_) = named(run.args.formats)
     cache = "f32" if run.device.type == "cpu" else "f16"
-    for kind in KINDS:
+    known = (*KINDS, *WHOLE)
+    wanted = parse_names(run.args.models) or tuple(KINDS)
+    if unknown := [kind for kind in wanted if kind not in known]:
+        raise ValueError(f"--models: {unknown[0]!r}; of --families: {', '.join(known)}")
+    for kind in wanted:
         status(kind)
+        title = "whole models" if kind in WHOLE else "8 layers of hidden size 2048"
         with torch.inference_mode(False), torch.no_grad():
             model = model_of(kind, format, run)
-            fused = fuse_(copy.deepcopy(model), cache=cache)
+            fused = fuse_(sharing(model), cache=cache)
         systems = {
             "unfused": Transformers("unfused", model),
             "fuse_": Eager("fuse_", fused),
@@ -119,7 +172,7 @@ def run(run: Run) -> Iterator[Record]:
         for name, timing in medians.items():
             yield {
                 "kind": "families",
-                "model": f"8 layers of hidden size 2048, {format}; {versions()}",
+                "model": f"{title}, {format}; {versions()}",
                 "family": kind,
                 "system": name,
                 **timing.fields("ms", lambda s: 1e3 * s),

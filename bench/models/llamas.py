@@ -142,7 +142,7 @@ def source(name: str, device: str, dtype: torch.dtype) -> Source:
         shape.vocabulary,
         EXPERTS if shape.experts else (),
         lambda format: packed_llama(shape, format, device, dtype),
-        lambda to: filled(empty(shape, to, device), device),
+        lambda to: filled(empty(shape.config(), to, device), device),
     )
 
 
@@ -178,12 +178,19 @@ def random_llama(shape: Shape) -> Module:
 def packed_llama(
     shape: Shape, format: str, device: str, dtype: torch.dtype, mesh: Any = None
 ) -> Module:
-    """A model of random packed weights, which are made on the device.
+    """A model of the shape, of random packed weights. See packed_random."""
+    return packed_random(shape.config(), format, device, dtype, mesh)
+
+
+def packed_random(
+    config: Any, format: str, device: str, dtype: torch.dtype, mesh: Any = None
+) -> Module:
+    """A causal model of random packed weights, which are made on the device.
 
     A weight is PATTERN_ROWS quantized rows, each many times and in random order. With a mesh, this
     rank's part of it; ValueError for a mixture.
     """
-    model = empty(shape, dtype, device)
+    model = empty(config, dtype, device)
     picks = torch.Generator(device).manual_seed(0)
 
     def rows(n: int, k: int, used: str) -> Tensor:
@@ -225,12 +232,12 @@ def pattern(k: int, format: str) -> Tensor:
     return cast(Tensor, torch.ops.metalmm.quantize(values, format))
 
 
-def empty(shape: Shape, dtype: torch.dtype, device: str) -> Module:
-    """The model with its parameters on meta and its buffers on the device."""
-    import transformers
+def empty(config: Any, dtype: torch.dtype, device: str) -> Module:
+    """The causal model with its parameters on meta and its buffers on the device."""
+    from transformers import AutoModelForCausalLM
 
     with parameters_on_meta():
-        model = getattr(transformers, shape.model_class)._from_config(shape.config(), dtype=dtype)
+        model: Module = AutoModelForCausalLM.from_config(config, dtype=dtype)
     for module in model.modules():
         for name, buffer in module._buffers.items():
             if buffer is not None:

@@ -206,7 +206,7 @@ def dense_llama(shape: llamas.Shape, dtype: torch.dtype, device: str, mesh: Any)
     from transformers.distributed.configuration_utils import DistributedConfig
     from transformers.distributed.tensor_parallel import apply_tensor_parallelism
 
-    model = llamas.empty(shape, dtype, device)
+    model = llamas.empty(shape.config(), dtype, device)
     if mesh.size() > 1:
         config = DistributedConfig(tp_size=mesh.size(), tp_plan="auto")
         apply_tensor_parallelism(model, mesh, model._resolve_parallel_plans(config)[0])

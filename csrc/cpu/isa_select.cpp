@@ -1,3 +1,7 @@
+#if defined(__x86_64__)
+#include <cpuid.h>
+#endif
+
 #include <cstdlib>
 
 #include "half.h"
@@ -13,11 +17,13 @@ namespace metalmm::cpu {
   __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&      \
       __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl") && \
       __builtin_cpu_supports("fma")
-#define MM_FOR_EACH_ISA(X)                                                   \
-  X(avx512vbmi, MM_HAS_AVX512&& __builtin_cpu_supports("avx512vbmi"))        \
-  X(avx512, MM_HAS_AVX512)                                                   \
-  X(avx2, __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") && \
-              __builtin_cpu_supports("f16c"))                                \
+#define MM_HAS_AVX2 \
+  __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") && __builtin_cpu_supports("f16c")
+#define MM_FOR_EACH_ISA(X)                                            \
+  X(avx512vbmi, MM_HAS_AVX512&& __builtin_cpu_supports("avx512vbmi")) \
+  X(avx512, MM_HAS_AVX512)                                            \
+  X(avx2vnni, MM_HAS_AVX2&& has_avx_vnni())                           \
+  X(avx2, MM_HAS_AVX2)                                                \
   X(scalar, true)
 #elif defined(__aarch64__)
 #define MM_FOR_EACH_ISA(X) \
@@ -34,6 +40,22 @@ namespace metalmm::cpu {
 MM_FOR_EACH_ISA(MM_DECLARE)
 
 #if defined(__x86_64__)
+// Intel's from Alder Lake on, AMD's from Zen 5 on. By the instruction: __builtin_cpu_supports knows
+// the name in newer compilers alone, and links what not every runtime library has.
+static bool has_avx_vnni() {
+  unsigned a = 0, b = 0, c = 0, d = 0;
+  return __get_cpuid_count(7, 1, &a, &b, &c, &d) && (a >> 4 & 1);
+}
+
+// avx2 with int8 kernels of its own (int8/select.cpp).
+namespace avx2vnni {
+const IsaKernels kKernels = [] {
+  IsaKernels k = avx2::kKernels;
+  k.name = "avx2vnni";
+  return k;
+}();
+}  // namespace avx2vnni
+
 // avx512 with affine kernels that permute bytes: 5 and 6 bits at M = 1 take 1.47 of the time
 // without (Zen 5, one thread, W in the cache), at M = 4 1.05; the other 11 of 13 formats 0.93 to
 // 1.05. Formats of grids were not timed.
@@ -55,7 +77,7 @@ const float* const half_table = [] {
 }();
 
 const IsaKernels* const* available_isas(int* count) {
-  static const IsaKernels* isas[4];
+  static const IsaKernels* isas[5];
   static const int n = [] {
     int found = 0;
 #define MM_COLLECT(isa, runs) \

@@ -1,9 +1,10 @@
 // One vector type per instruction set, in a namespace of its own.
 //
 // A translation unit is compiled once per instruction set with MM_ISA naming it (avx512vbmi,
-// avx512, avx2, neon, scalar). Everything included by it lives in metalmm::cpu::MM_ISA and uses no
-// inline function of the standard library: the linker keeps one copy of such a function, and it
-// might be the AVX-512 one. MM_SCALAR leaves out NEON, which every aarch64 compiler has on.
+// avx512, avx2vnni, avx2, neon, scalar). Everything included by it lives in metalmm::cpu::MM_ISA
+// and uses no inline function of the standard library: the linker keeps one copy of such a
+// function, and it might be the AVX-512 one. MM_SCALAR leaves out NEON, which every aarch64
+// compiler has on.
 #pragma once
 
 #include <cstdint>

@@ -1,8 +1,4 @@
 // Which int8 kernels run with which instruction set of the exact ones.
-#if defined(__x86_64__)
-#include <cpuid.h>
-#endif
-
 #include <string_view>
 
 #include "kernels.h"
@@ -17,7 +13,7 @@ namespace metalmm::cpu {
   X(avx512vnni, "avx512", __builtin_cpu_supports("avx512vnni"))                              \
   X(avx2, "avx512vbmi", true)                                                                \
   X(avx2, "avx512", true) /* without VNNI the longer vectors bring nothing that is tested */ \
-  X(avx2vnni, "avx2", has_avx_vnni())                                                        \
+  X(avx2vnni, "avx2vnni", true)                                                              \
   X(avx2, "avx2", true)                                                                      \
   X(scalar, "scalar", true)
 namespace avx512vnni {
@@ -28,12 +24,6 @@ extern const int8::Kernels kInt8Kernels;
 }
 namespace avx2 {
 extern const int8::Kernels kInt8Kernels;
-}
-// Intel from Alder Lake on, AMD from Zen 5 on. By the instruction: compilers name it in
-// __builtin_cpu_supports since they know it, and link what not every runtime library has.
-static bool has_avx_vnni() {
-  unsigned a = 0, b = 0, c = 0, d = 0;
-  return __get_cpuid_count(7, 1, &a, &b, &c, &d) && (a >> 4 & 1);
 }
 #elif defined(__aarch64__)
 #if defined(__APPLE__)  // every Apple CPU of a Mac
