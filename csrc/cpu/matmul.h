@@ -21,7 +21,7 @@ namespace metalmm::cpu {
 // gemm_tiled, gemm_naive: baselines.cpp
 enum class Strategy { kGemv, kGemvBatched, kGemm, kGemvSteps, kDense, kGemmTiled, kGemmNaive };
 
-// In this order; those that take int8 activations are first.
+// In this order; those that take rounded activations are first.
 constexpr const char* kStrategyNames[] = {"gemv",  "gemv_batched", "gemm",      "gemv_steps",
                                           "dense", "gemm_tiled",   "gemm_naive"};
 

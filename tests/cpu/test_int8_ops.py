@@ -1,4 +1,4 @@
-"""activations="int8" of every op that takes it: what it computes, differentiates and refuses."""
+"""activations= of every op that takes it: what it computes, differentiates and refuses."""
 
 from __future__ import annotations
 
@@ -13,6 +13,8 @@ from backends import Backend
 from inputs import activations, random_weight
 from oracle import Value, check, linear_of_rounded, spec
 from torch import Tensor
+
+from torch_metalmm.formats.activations import TOP_CODES
 
 ops = torch.ops.metalmm
 N, K = 7, 256
@@ -32,6 +34,7 @@ def calls() -> dict[str, Callable[..., Tensor]]:
 
 
 OPS = tuple(calls())
+KINDS = pytest.mark.parametrize("kind", TOP_CODES)
 
 
 def skip_others(backend: Backend) -> None:
@@ -57,10 +60,11 @@ def test_unknown_names(op: str, backend: Backend) -> None:
             calls()[op](x, w, activations="int4")
 
 
+@KINDS
 @pytest.mark.parametrize("op", OPS)
-def test_meta_takes_it(op: str) -> None:
+def test_meta_takes_it(kind: str, op: str) -> None:
     x, w = activations(3, K).to("meta"), random_weight("q4_k", N, K).to("meta")
-    assert calls()[op](x, w, activations="int8").shape == (3, N)
+    assert calls()[op](x, w, activations=kind).shape == (3, N)
 
 
 @pytest.mark.parametrize("name", ("gemm_tiled", "gemm_naive", "split_reduce"))
@@ -76,10 +80,13 @@ def test_strategies_without_int8(name: str, backend: Backend) -> None:
         ops.linear(*args, None, "q4_k", name, activations="int8")
 
 
+@KINDS
 @pytest.mark.parametrize("grad", [False, True])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("op", OPS)
-def test_opcheck_of_int8(op: str, dtype: torch.dtype, grad: bool, backend: Backend) -> None:
+def test_opcheck_of_int8(
+    kind: str, op: str, dtype: torch.dtype, grad: bool, backend: Backend
+) -> None:
     skip_others(backend)
     x, w = activations(3, K, dtype=dtype).requires_grad_(grad), random_weight("q4_k", N, K)
     args: dict[str, tuple[Any, ...]] = {
@@ -88,74 +95,83 @@ def test_opcheck_of_int8(op: str, dtype: torch.dtype, grad: bool, backend: Backe
         "swiglu": (x, w, w, "q4_k", "q4_k"),
         "swiglu_linear": (x, x, w, None, "q4_k"),
     }
-    torch.library.opcheck(getattr(ops, op).default, args[op], {"activations": "int8"})
+    torch.library.opcheck(getattr(ops, op).default, args[op], {"activations": kind})
 
 
+@KINDS
 @pytest.mark.parametrize("dtype", oracle.DTYPES, ids=str)
-def test_bias_and_residual_are_added_unrounded(dtype: torch.dtype, backend: Backend) -> None:
+def test_bias_and_residual_are_added_unrounded(
+    kind: str, dtype: torch.dtype, backend: Backend
+) -> None:
     skip_others(backend)
     w, x = random_weight("q4_k", N, K), activations(5, K, dtype=dtype)
     bias, residual = activations(N, seed="bias"), activations(5, N, seed="residual")
-    y = ops.linear(x, w, bias, "q4_k", None, residual, activations="int8")
-    want = linear_of_rounded(x, "q4_k", w) + Value.of(bias) + Value.of(residual)
+    y = ops.linear(x, w, bias, "q4_k", None, residual, activations=kind)
+    want = linear_of_rounded(x, "q4_k", w, kind) + Value.of(bias) + Value.of(residual)
     check(y, want.store(dtype), str(dtype))
 
 
-def test_swiglu_of_int8(backend: Backend) -> None:
+@KINDS
+def test_swiglu_of_int8(kind: str, backend: Backend) -> None:
     """Gate and up take x rounded; a dense one of the two takes it as it is."""
     skip_others(backend)
     x = activations(5, K) / 8
     gate, up = random_weight("q4_k", N, K), random_weight("f32", N, K)
-    rounded = linear_of_rounded(x, "q4_k", gate).silu()
-    y = ops.swiglu(x, gate, up, "q4_k", "f32", activations="int8")
+    rounded = linear_of_rounded(x, "q4_k", gate, kind).silu()
+    y = ops.swiglu(x, gate, up, "q4_k", "f32", activations=kind)
     check(y, (rounded * Value.of(x).dot(spec("f32", up, K))).store(x.dtype), "dense up")
-    y = ops.swiglu(x, gate, gate.flip(0), "q4_k", "q4_k", activations="int8")
-    check(y, rounded * linear_of_rounded(x, "q4_k", gate.flip(0)), "packed up")
+    y = ops.swiglu(x, gate, gate.flip(0), "q4_k", "q4_k", activations=kind)
+    check(y, rounded * linear_of_rounded(x, "q4_k", gate.flip(0), kind), "packed up")
 
 
-def test_swiglu_linear_rounds_the_hidden_values(backend: Backend) -> None:
+@KINDS
+def test_swiglu_linear_rounds_the_hidden_values(kind: str, backend: Backend) -> None:
     """relu2(gate) up of small integers is exact: what is rounded is that product."""
     skip_others(backend)
     generator, w = inputs.generator("hidden"), random_weight("q6_k", N, K)
     gate, up = (torch.randint(-9, 10, (5, K), generator=generator).float() for _ in range(2))
-    y = ops.swiglu_linear(gate, up, w, None, "q6_k", "relu2", activations="int8")
-    check(y, linear_of_rounded(gate.relu().square() * up, "q6_k", w), "relu2")
+    y = ops.swiglu_linear(gate, up, w, None, "q6_k", "relu2", activations=kind)
+    check(y, linear_of_rounded(gate.relu().square() * up, "q6_k", w, kind), "relu2")
 
 
-def test_norm_linear_rounds_the_norm(backend: Backend) -> None:
+@KINDS
+def test_norm_linear_rounds_the_norm(kind: str, backend: Backend) -> None:
     """Rows whose norm is themselves, exactly: of as many 1 as -1, with eps = 0."""
     skip_others(backend)
     x = torch.where(torch.rand(5, K, generator=inputs.generator("norm")) < 0.5, -1.0, 1.0)
     w, factors = random_weight("q6_k", N, K), activations(K, seed="factors")
-    y = ops.norm_linear(x, factors, 0.0, 0.0, w, None, "q6_k", activations="int8")
-    check(y, linear_of_rounded(x * factors, "q6_k", w), "norm")
+    y = ops.norm_linear(x, factors, 0.0, 0.0, w, None, "q6_k", activations=kind)
+    check(y, linear_of_rounded(x * factors, "q6_k", w, kind), "norm")
 
 
-def test_the_gradient_is_that_of_exact_activations(backend: Backend) -> None:
+@KINDS
+def test_the_gradient_is_that_of_exact_activations(kind: str, backend: Backend) -> None:
     """Straight through: rounding is taken for the identity."""
     skip_others(backend)
     w, g = random_weight("q4_k", N, K), activations(3, N, seed="g")
     x = activations(3, K).requires_grad_()
-    ops.linear(x, w, None, "q4_k", activations="int8").backward(g)
+    ops.linear(x, w, None, "q4_k", activations=kind).backward(g)
     assert x.grad is not None
     check(x.grad, oracle.linear(g, spec("q4_k", w, K).T), "gradient")
 
 
-def test_autocast_rounds_its_own_dtype(backend: Backend) -> None:
+@KINDS
+def test_autocast_rounds_its_own_dtype(kind: str, backend: Backend) -> None:
     skip_others(backend)
     w, x = random_weight("q4_k", N, K), activations(3, K)
     with torch.autocast("cpu", torch.bfloat16):
-        y = ops.linear(x, w, None, "q4_k", activations="int8")
+        y = ops.linear(x, w, None, "q4_k", activations=kind)
     assert y.dtype == torch.bfloat16
-    check(y, linear_of_rounded(x.bfloat16(), "q4_k", w).store(torch.bfloat16), "autocast")
+    check(y, linear_of_rounded(x.bfloat16(), "q4_k", w, kind).store(torch.bfloat16), "autocast")
 
 
-def test_compiled(backend: Backend) -> None:
+@KINDS
+def test_compiled(kind: str, backend: Backend) -> None:
     skip_others(backend)
     torch._dynamo.reset()
     w, x = random_weight("q4_k", N, K), activations(3, K)
 
     def double(x: Tensor) -> Tensor:
-        return ops.linear(x, w, None, "q4_k", activations="int8") * 2
+        return ops.linear(x, w, None, "q4_k", activations=kind) * 2
 
     assert torch.equal(torch.compile(double, fullgraph=True, backend="aot_eager")(x), double(x))

@@ -1,4 +1,4 @@
-"""activations_: which calls of our ops round their input to int8, and that the setting is kept."""
+"""activations_: which calls of our ops round their input, and that the setting is kept."""
 
 from __future__ import annotations
 
@@ -62,27 +62,30 @@ def settings(model: nn.Module) -> dict[str, str | None]:
     return {n: m.activations for n, m in model.named_modules() if isinstance(m, QuantLinear)}
 
 
-@pytest.mark.parametrize("form", ["swiglu", "swiglu_linear"])
+@pytest.mark.parametrize(
+    ("form", "rounding"),
+    [("swiglu", "int8"), ("swiglu_linear", "int8"), ("swiglu_linear", "int16")],
+)
 @pytest.mark.parametrize("kind", FUSED)
-def test_every_product_rounds(kind: str, form: str) -> None:
+def test_every_product_rounds(kind: str, form: str, rounding: str) -> None:
     """Plain and fused, one row and several; fused as far from exact as plain, and as near to it."""
     model = small(kind)
     exact = logits(model)
-    plain = activations_(copy.deepcopy(model), "int8")
-    assert set(settings(plain).values()) == {"int8"}
+    plain = activations_(copy.deepcopy(model), rounding)
+    assert set(settings(plain).values()) == {rounding}
     error = (logits(plain) - exact).norm()
     assert error > 0
     for fused in (
         fuse_(copy.deepcopy(plain), form),
-        activations_(fuse_(copy.deepcopy(model), form), "int8"),
+        activations_(fuse_(copy.deepcopy(model), form), rounding),
     ):
         assert all(are_fused(fused))
         for given in (ids(1, 5), ids(1, 1)):
             seen = kinds(fused, given)
-            assert seen and set(seen) == {"int8"}
+            assert seen and set(seen) == {rounding}
         assert (logits(fused) - exact).norm() > 0
         assert (logits(fused) - logits(plain)).norm() <= 2 * error
-        assert set(settings(unfuse_(fused)).values()) == {"int8"}
+        assert set(settings(unfuse_(fused)).values()) == {rounding}
         assert torch.equal(logits(fused), logits(plain))
     assert set(kinds(activations_(plain, None))) == {None}
     assert torch.equal(logits(plain), exact)
@@ -173,8 +176,9 @@ def test_files_keep_it(tmp_path: Path, how: str, fused: bool) -> None:
 def test_files_keep_layers_that_differ(tmp_path: Path) -> None:
     model = quantize_(random_model("llama"), {"lm_head": "f16", "*": "q8_0"}, progress=False)
     activations_(model.model.layers[0].mlp, "int8")
+    activations_(model.model.layers[1].mlp, "int16")
     want = settings(model)
-    assert set(want.values()) == {"int8", None}
+    assert set(want.values()) == {"int8", "int16", None}
     model.save_pretrained(tmp_path)
     assert settings(AutoModelForCausalLM.from_pretrained(tmp_path)) == want
 

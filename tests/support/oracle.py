@@ -40,12 +40,13 @@ Store, for a result y with u_T = 2^-11 (f16) or 2^-8 (bf16), and s_T half the sp
 f32 stores without rounding, and rounding what has been rounded changes nothing. float64 adds
 K 2^-53 sum |x| |w| of its own.
 
-Products of activations rounded to int8 compute with what the specification rounds x to (formats/
+Products of rounded activations compute with what the specification rounds x to (formats/
 activations.py), exactly as long as numbers are integers: within a block of 16 or 32. A block's
 sum is then multiplied by the scale of x and the scale of W, one rounding with the addition, and
 where W has minima m sum q is added: for a block two additions, for the products, the joining of
 at most 16 lanes and the rounding of the specification's own w = d q + m 10 roundings more:
     |y - sum x w| <= gamma(K / 8 + 10) sum |x| (|d q| + |m|)
+x of int16 is two parts, whose products are added.
 
 `Value` carries the exact value and the bound through a chain of such operations.
 """

@@ -48,7 +48,7 @@ class FusedLayer:
       where an argument is given that the layer was not seen to take;
       where a module of the layer has a hook or another forward, or is another one (an adapter);
       where a number of a module (eps, a scale) or the code of a class is not what fuse_ saw;
-      where some of its linear layers round their input to int8 and others do not.
+      where its linear layers do not all have the same `activations`.
     """
 
     def __init__(self, layer: nn.Module, recipe: Recipe, step: Step | None, form: str) -> None:
