@@ -7,8 +7,10 @@ process; and a prompt of each.
 
 from __future__ import annotations
 
+import tempfile
 from collections.abc import Iterator, Sequence
 from functools import partial
+from pathlib import Path
 from statistics import median
 from typing import Any
 
@@ -17,6 +19,7 @@ import torch
 from torch_metalmm import fuse_
 from torch_metalmm.hf.replay import replayed
 
+from ..peers.programs import LlamaCpp
 from ..runner import Record, Run, named
 from ..shapes import parse_names
 from ..tables import status
@@ -54,6 +57,10 @@ KINDS: dict[str, dict[str, Any]] = {
         "linear_num_key_heads": 16,
         "linear_key_head_dim": 128,
         "linear_value_head_dim": 128,
+    },
+    "lfm2": {
+        "layer_types": [*["conv"] * 2, "full_attention", "conv"] * 2,
+        "block_auto_adjust_ff_dim": False,
     },
     "bamba": {
         "attn_layer_indices": [3, 7],
@@ -162,7 +169,7 @@ def run(run: Run) -> Iterator[Record]:
             "unfused": Transformers("unfused", model),
             "fuse_": Eager("fuse_", fused),
             "replayed": Packed("replayed", fused),
-        }
+        } | _peer(kind, model, format, run)
         ways = {name: partial(_turn, system, run.args) for name, system in systems.items()}
         found = by_turns(ways, run.args.repetitions)
         medians = {
@@ -184,9 +191,23 @@ def run(run: Run) -> Iterator[Record]:
             }
 
 
+def _peer(kind: str, model: Any, format: str, run: Run) -> dict[str, Any]:
+    """{name: llama.cpp on the model's bytes}, where that is installed and save_gguf writes them."""
+    room = max(run.args.prompt, CONTEXT + run.args.new_tokens + 2)
+    if run.args.no_peers or LlamaCpp.missing(format, run.device.type):
+        return {}
+    with tempfile.TemporaryDirectory() as folder:
+        try:
+            peer = LlamaCpp(model, format, Path(folder), run.args.threads, room)
+        except ValueError as e:  # as of this family no GGUF files are written
+            status(f"{kind}: {e}")
+            return {}
+    return {peer.name: peer}
+
+
 def _empty(system: Any) -> None:
     system.reset()
-    if system.make is None:
+    if getattr(system, "make", system) is None:
         system.cache = None
 
 

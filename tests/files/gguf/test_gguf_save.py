@@ -16,6 +16,7 @@ from gguf_models import convert, fields_of, random_hf
 from tokenizers import Regex, pre_tokenizers
 
 from torch_metalmm import load_gguf, quantize_, save_gguf
+from torch_metalmm.files.gguf.load import model_of, open_gguf
 from torch_metalmm.tools.cli import main
 from torch_metalmm.tools.generate import demo_model
 
@@ -24,7 +25,7 @@ pytestmark = [
     pytest.mark.usefixtures("quiet_transformers"),
 ]
 
-READ_BY_TRANSFORMERS = ("llama", "qwen2", "qwen3", "phi3", "gemma2", "gemma3")
+READ_BY_TRANSFORMERS = ("llama", "qwen2", "qwen3", "phi3", "gemma2", "gemma3", "lfm2")
 TIED = ("command-r", "command-r+", "cohere2", "gemma")  # which have no output.weight
 
 
@@ -70,6 +71,30 @@ def test_a_saved_file_is_the_one_that_was_read(
     check_same_file(tmp_path / "b.gguf", path)
     check_same_model(tmp_path / "b.gguf", model, tokenizer)
     assert sorted(p.name for p in tmp_path.iterdir()) == ["a.gguf", "b.gguf"]
+
+
+@pytest.mark.parametrize(("multiplier", "width"), [(1.0, 64), (1.5, 96)])
+def test_a_file_of_lfm2_states_the_adjusted_width(
+    tmp_path: Path, multiplier: float, width: int
+) -> None:
+    config = transformers.Lfm2Config(
+        hidden_size=64,
+        intermediate_size=96,
+        block_ffn_dim_multiplier=multiplier,
+        block_multiple_of=32,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        vocab_size=256,
+        layer_types=["conv", "full_attention"],
+        num_hidden_layers=2,
+    )
+    model = quantize_(transformers.Lfm2ForCausalLM(config).eval(), "q4_0", progress=False)
+    save_gguf(model, None, tmp_path / "a.gguf")
+    assert model.model.layers[0].feed_forward.w1.out_features == width
+    assert fields_of(tmp_path / "a.gguf")["lfm2.feed_forward_length"] == width
+    ids = torch.arange(19)[None]
+    read = model_of(open_gguf(tmp_path / "a.gguf"), "cpu", torch.float32)
+    assert torch.equal(read(ids).logits, model(ids).logits)
 
 
 def test_a_latent_is_saved_as_one_matrix(tmp_path: Path) -> None:

@@ -206,6 +206,7 @@ def metadata(config: Any) -> tuple[str, Architecture, dict[str, Any]]:
             f"{', '.join(known)} are"
         )
     ((architecture, row),) = found
+    config = row.as_stated(config)
     head = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
     scalar = derive.attention_scalar(
         architecture, config.num_hidden_layers, config.hidden_size, config.num_attention_heads, head
@@ -241,8 +242,10 @@ def metadata(config: Any) -> tuple[str, Architecture, dict[str, Any]]:
     )
 
 
-def _typed(key: str, value: Any) -> float | int | str | bool:
+def _typed(key: str, value: Any) -> float | int | str | bool | list[Any]:
     """The value as Python's counterpart of its key's type. ValueError: it cannot be one."""
+    if key == _KV_HEADS and isinstance(value, list):  # of each layer
+        return [_typed(key, each) for each in value]
     if isinstance(value, str):  # rope.scaling.type
         return value
     if key in _BOOLS and isinstance(value, bool):

@@ -156,6 +156,20 @@ def lfm2_layers(values: dict[str, Any], file: GgufFile) -> list[str]:
     return [_FULL if count else "conv" for count in heads]
 
 
+def lfm2_width(config: Any) -> int:
+    """Of the MLP, as transformers' Lfm2MLP makes it from the config's."""
+    width = int(config.intermediate_size)
+    if config.block_auto_adjust_ff_dim:
+        width = int(config.block_ffn_dim_multiplier * int(2 * width / 3))
+        width = -(-width // config.block_multiple_of) * config.block_multiple_of
+    return width
+
+
+def lfm2_kv_heads(config: Any) -> list[int]:
+    """What lfm2_layers reads."""
+    return [config.num_key_value_heads * (kind == _FULL) for kind in config.layer_types]
+
+
 def qwen35_layers(values: dict[str, Any], file: GgufFile) -> list[str]:
     every = file.stated("full_attention_interval", 4)
     linear = file.stated("attention.recurrent_layers")

@@ -7,6 +7,7 @@ the width of its heads and its rotation, is not in the rows.
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -128,7 +129,9 @@ class Architecture:
     writes: whether a model of this type is saved as this architecture. states: values by their keys
     that a file of the architecture may only state so. has: attributes of the config that no key
     says, or whose key a file may leave out. derived: {attribute: what it is by the others and the
-    file}. computed: {key: what it is by the config}, which a read takes from the others. names:
+    file}. computed: {key: what it is by the config}, which a read takes from the others. stated:
+    {attribute: what the file's config has in its place}, of models that say the same in two ways.
+    names:
     ends of names in the model that the gguf package does not know, and those in the file. joined:
     {end of a name in the model: ends of the tensors whose rows it has, one after the other}.
     parameters: {end of a name in the model: the whole key of the numbers that its layers have}.
@@ -147,11 +150,19 @@ class Architecture:
     has: Mapping[str, Any] = field(default_factory=dict)
     derived: Mapping[str, derive.Rule] = field(default_factory=dict)
     computed: Mapping[str, Callable[[Any], Any]] = field(default_factory=dict)
+    stated: Mapping[str, Callable[[Any], Any]] = field(default_factory=dict)
     names: Mapping[str, str] = field(default_factory=dict)
     joined: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     parameters: Mapping[str, str] = field(default_factory=dict)
     latent: bool = False
     spoiled: str = ""
+
+    def as_stated(self, config: Any) -> Any:
+        """The config of a model in the words of its files."""
+        out = copy.deepcopy(config)
+        for name, of in self.stated.items():
+            setattr(out, name, of(config))
+        return out
 
     @property
     def leaves(self) -> list[tuple[str, str]]:
@@ -385,8 +396,16 @@ ARCHITECTURES = {
         "lfm2",
         SIZES | {RMS: "norm_eps", "shortconv.l_cache": "conv_L_cache"},
         {"conv_bias": "shortconv.in_proj.bias"},
-        writes=False,
+        processor="Lfm2TensorProcessor",
+        computed={"attention.head_count_kv": derive.lfm2_kv_heads},
         has={"block_auto_adjust_ff_dim": False},  # the width is the adjusted one
+        stated={
+            "intermediate_size": derive.lfm2_width,
+            "block_auto_adjust_ff_dim": lambda config: False,
+            # Of what is adjusted, as a new config has them.
+            "block_ffn_dim_multiplier": lambda config: 1.0,
+            "block_multiple_of": lambda config: 256,
+        },
         derived={
             "num_key_value_heads": derive.most_kv_heads,
             "layer_types": derive.lfm2_layers,

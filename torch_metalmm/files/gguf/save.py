@@ -74,7 +74,7 @@ def save_gguf(
     refuse_spoiled("model", row, tensors)
     with replaced(target) as made:
         _write(made, architecture, values, tensors)
-        _check_config(made, model.config)
+        _check_config(made, row.as_stated(model.config))
 
 
 def check_target(path: str | os.PathLike[str], replace: bool, option: str) -> Path:
@@ -130,6 +130,8 @@ def _stored(
     if shape[0] == 1 and mapping.shape({name: shape[1:]}) == shape:
         row = dense_weight(module) if matrix else value
         return row[0].float().cpu(), "f32"  # a matrix of one row is a vector there
+    if value.dim() == 3 and mapping.shape({name: (shape[0], shape[2])}) == shape:
+        return value[:, 0].float().cpu(), "f32"  # of a convolution of each channel
     if matrix and isinstance(module, QuantLinear | QuantEmbedding):
         return _packed(mapping, name, target, module)
     if value.dim() == 2 and not name.endswith("norm.weight"):
