@@ -42,6 +42,8 @@ _REPLAYS = "test_replay.py test_replay_faults.py"
 # them}. Checks, loaders, savers, the plan, the CPU kernels, the shaders.
 TARGETS = {
     "torch_metalmm/files/gguf/file.py": "test_gguf_file.py test_gguf_header.py",
+    "torch_metalmm/files/gguf/save.py": "test_gguf_save.py test_gguf_save_config.py",
+    "torch_metalmm/files/gguf/derive.py": "test_gguf_more.py test_gguf_save.py test_converted.py",
     "torch_metalmm/files/gguf/layout.py": "test_gguf_file.py test_gguf_hostile.py",
     "torch_metalmm/files/limits.py": "test_odd_folders.py",
     "torch_metalmm/files/untrusted.py": "test_untrusted.py",
@@ -90,6 +92,7 @@ TARGETS = {
     "csrc/plan/passes.cpp": "test_plan.py test_plan_choices.py test_plan_layer.py",
     "csrc/plan/matmul/dense.cpp": "test_plan.py test_plan_dense.py",
     "csrc/cpu/matmul.cpp": "test_matmul.py test_layouts.py -k cpu",
+    "csrc/cpu/int8/matmul.cpp": "test_int8.py",
     "csrc/cpu/attention/matrix.cpp": "test_attention.py test_pages.py -k cpu",
     "csrc/cpu/quantize/k.cpp": "test_quantizers.py",
     "metal/kernels/gemv_core.h": "test_matmul.py test_layer.py -k 'emulator-gemv- or "
