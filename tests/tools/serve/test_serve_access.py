@@ -11,13 +11,14 @@ from serving import KEY, ORIGIN, OTHER_KEY, Served
 CHATS = ("chat/completions", "responses", "messages", "messages/count_tokens")
 POSTS = (*CHATS, "completions", "embeddings")
 GETS = ("models", "models/tiny")
-ROUTES = [*(f"/v1/{path}" for path in (*POSTS, *GETS)), "/metrics"]
+OLLAMA = ("/api/chat", "/api/tags", "/api/version")
+ROUTES = [*(f"/v1/{path}" for path in (*POSTS, *GETS)), "/metrics", *OLLAMA]
 OPEN = "/health"
 
 
 def ask(tiny: Served, path: str, body: Any = b"{}", **headers: Any) -> tuple[int, Any, Any]:
     """A POST where the route is one; a body may be bytes of any kind."""
-    is_post = path.removeprefix("/v1/") in POSTS
+    is_post = path.removeprefix("/v1/") in POSTS or path == "/api/chat"
     return tiny.ask(path, body if is_post else None, **headers)
 
 

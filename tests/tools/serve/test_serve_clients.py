@@ -1,4 +1,5 @@
-"""`metalmm serve` with the packages that clients use: openai's responses, anthropic, langchain."""
+"""`metalmm serve` with the packages that clients use: openai's responses, anthropic, ollama,
+langchain."""
 
 from __future__ import annotations
 
@@ -213,6 +214,69 @@ def test_errors_of_messages(anthropic: Any, smol: Served) -> None:
     wrong = module.Anthropic(base_url=smol.url, api_key="wrong", max_retries=0)
     with pytest.raises(module.AuthenticationError):
         message(wrong)
+
+
+# ---- ollama
+
+
+@pytest.fixture(scope="module")
+def ollama(smol: Served) -> Any:
+    module = pytest.importorskip("ollama")
+    return module.Client(host=smol.url, headers={"Authorization": f"Bearer {KEY}"})
+
+
+def ollama_chat(ollama: Any, **fields: Any) -> Any:
+    given = {"model": "smol", "messages": [ASKED], "options": {"temperature": 0, "num_ctx": 4096}}
+    return ollama.chat(**given | fields)
+
+
+def test_ollama(ollama: Any, smol: Served) -> None:
+    answer = ollama_chat(ollama)
+    assert (answer.message.content, answer.done_reason) == (ANSWER, "stop")
+    assert answer.prompt_eval_count > 20 and answer.eval_count > 3
+    assert answer.total_duration == answer.prompt_eval_duration + answer.eval_duration > 0
+    cut = ollama_chat(ollama, options={"temperature": 0, "num_predict": 2})
+    assert (cut.message.content, cut.done_reason, cut.eval_count) == ("The capital", "length", 2)
+    (model,) = ollama.list().models
+    assert model.model == "smol" and smol.ask("/api/version")[2]["version"]
+
+
+def test_a_stream_of_ollama(ollama: Any) -> None:
+    *parts, end = ollama_chat(ollama, stream=True)
+    assert len(parts) > 3 and not any(part.done for part in parts)
+    assert "".join(part.message.content for part in parts) == ANSWER
+    assert end.done and end.eval_count > 3 and end.message.content == ""
+
+
+def test_forms_and_calls_of_ollama(ollama: Any) -> None:
+    for format in (SCHEMA, "json"):
+        told = json.loads(ollama_chat(ollama, format=format).message.content)
+        assert told["city"] in ("Oslo", "Rome") if format is SCHEMA else isinstance(told, dict)
+    call = {"function": {"name": "go", "arguments": {"city": "Oslo"}}}
+    said = [ASKED, {"role": "assistant", "tool_calls": [call], "thinking": "Where?"}]
+    said += [{"role": "tool", "tool_name": "go", "content": "You are there."}, ASKED]
+    tool = {"type": "function", "function": {"name": "go", "parameters": SCHEMA}}
+    assert ollama_chat(ollama, messages=said, tools=[tool], think=False).message.content
+
+
+@pytest.mark.parametrize(
+    ("fields", "named"),
+    (
+        ({"options": {"mirostat": 1}}, "mirostat"),
+        ({"options": {"temperature": []}}, "temperature"),
+        ({"options": {"top_k": -1}}, "top_k"),
+        ({"format": "xml"}, "format"),
+        ({"messages": [{"role": "user", "content": "a", "images": ["aaaa"]}]}, "images"),
+        ({"messages": [{"role": "assistant", "tool_calls": [{}]}]}, "messages"),
+        ({"messages": 1}, "messages"),
+        ({"tools": [{}]}, "tools"),
+        ({"think": "deeply"}, "reasoning_effort"),
+        ({"raw": True}, "raw"),
+    ),
+)
+def test_what_ollama_refuses(smol: Served, fields: dict[str, Any], named: str) -> None:
+    status, _, told = smol.ask("/api/chat", {"messages": [ASKED], "stream": False} | fields)
+    assert status == 400 and told.keys() == {"error"} and named in told["error"]
 
 
 # ---- langchain

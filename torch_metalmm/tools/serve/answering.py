@@ -65,7 +65,7 @@ class Answering:
             feed.submit(jobs)
             reply = reply_to(prompts)
             if given.stream:
-                return _Events(self._events(feed, reply, begun), feed)
+                return _Events(self._events(feed, reply, begun), feed, reply.media_type)
             answer = await unless_gone(request, self._whole(feed, reply, begun))
         except BaseException:
             feed.close()
@@ -123,13 +123,13 @@ class Answering:
 
 
 class _Events:
-    """Server-sent events; when they end, however that is, so does the computing."""
+    """The pieces of an answer; when they end, however that is, so does the computing."""
 
     status_code = 200
 
-    def __init__(self, events: AsyncIterator[str], feed: Feed) -> None:
+    def __init__(self, events: AsyncIterator[str], feed: Feed, kind: str) -> None:
         headers = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
-        self._response = StreamingResponse(events, media_type="text/event-stream", headers=headers)
+        self._response = StreamingResponse(events, media_type=kind, headers=headers)
         self._feed = feed
 
     async def __call__(self, *given: Any) -> None:

@@ -8,6 +8,8 @@ import time
 from collections.abc import Awaitable, Callable
 from contextlib import closing
 from dataclasses import dataclass, field
+from datetime import datetime, timezone
+from importlib.metadata import version
 from typing import Any
 
 from starlette.applications import Starlette
@@ -18,14 +20,16 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.responses import JSONResponse, PlainTextResponse, Response
 from starlette.routing import Route
 
+from . import messages, ollama
 from .access import Access, body_of
 from .answering import Answering, unless_gone
 from .embedding import Embedder
 from .engine import Engine, Task
 from .errors import ApiError
 from .feed import Feed
-from .messages import MessageReply, Messages, refusal
+from .messages import MessageReply, Messages
 from .metrics import Metrics
+from .ollama import OllamaChat, OllamaReply
 from .prompts import Prompt, Prompts
 from .replies import ChatReply, Choices, CompletionReply, Reply
 from .responses import ResponseReply, Responses
@@ -63,6 +67,8 @@ class Server:
             "/metrics": self.told_metrics,
             "/v1/models": self.models,
             "/v1/models/{name:path}": self.model,
+            "/api/tags": self.tags,
+            "/api/version": self.version,
         }
         posts = {
             "/v1/chat/completions": self.chat,
@@ -71,6 +77,7 @@ class Server:
             "/v1/messages": self.messages,
             "/v1/messages/count_tokens": self.count,
             "/v1/responses": self.respond,
+            "/api/chat": self.ollama,
         }
         routes = [
             Route(path, self._guarded(path, handler), methods=[method])
@@ -107,6 +114,14 @@ class Server:
             message = f"model {name!r} is not here; this server has {self.name!r}"
             raise ApiError(404, message, "model", "model_not_found")
         return JSONResponse(self._model())
+
+    async def tags(self, _: Request) -> Response:
+        modified = datetime.fromtimestamp(_STARTED, timezone.utc).isoformat()
+        names = {"name": self.name, "model": self.name, "modified_at": modified}
+        return JSONResponse({"models": [{**names, "size": 0, "digest": "", "details": {}}]})
+
+    async def version(self, _: Request) -> Response:
+        return JSONResponse({"version": version("torch_metalmm")})
 
     async def told_metrics(self, _: Request) -> Response:
         kind = "text/plain; version=0.0.4"
@@ -146,6 +161,15 @@ class Server:
 
         def reply(_: Prompt, choices: list[ChatReply]) -> Reply:
             return ResponseReply(self.name, asked, choices[0])
+
+        return await self._chat(request, asked.chat(), reply)
+
+    async def ollama(self, request: Request) -> Response:
+        asked = parse(OllamaChat, await self._body(request))
+        self._check_count(messages=asked.messages, tools=asked.tools)
+
+        def reply(_: Prompt, choices: list[ChatReply]) -> Reply:
+            return OllamaReply(self.name, choices[0])
 
         return await self._chat(request, asked.chat(), reply)
 
@@ -219,8 +243,9 @@ class Server:
                 return response
             except ApiError as error:
                 status = error.status
-                if path.startswith("/v1/messages"):
-                    return JSONResponse(refusal(error), error.status, error.headers)
+                for begins, shape in _REFUSALS.items():
+                    if path.startswith(begins):
+                        return JSONResponse(shape(error), error.status, error.headers)
                 return refused(error)
             except ClientDisconnect:
                 return Response(status_code=status)
@@ -262,6 +287,8 @@ class Server:
 
 
 _STARTED = int(time.time())
+# By the beginning of a path: the body of an error; else OpenAI's.
+_REFUSALS = {"/v1/messages": messages.refusal, "/api/": ollama.refusal}
 
 
 def _encoded(vector: Any, as_text: bool) -> Any:

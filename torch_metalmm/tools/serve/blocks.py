@@ -9,7 +9,7 @@ from typing import Any
 from ..chat.marks import TEXT, THOUGHT
 from .engine import Finish
 from .errors import ApiError
-from .replies import ChatReply, Object
+from .replies import EVENTS, ChatReply, Object
 from .schema import warn_once
 from .weights import Scored
 
@@ -20,6 +20,8 @@ def new_id(kind: str) -> str:
 
 class BlockReply:
     """A Reply of one choice, whose thoughts, texts and calls come one after the other."""
+
+    media_type = EVENTS
 
     def __init__(self, choice: ChatReply) -> None:
         self._choice = choice

@@ -22,11 +22,16 @@ Spell = Callable[[int], str]  # what a token adds to a text; "" of one that is n
 class Reply(Protocol):
     """An answer to a request: events of a stream as they come, or all of it at the end."""
 
+    media_type: str  # of a stream
+
     def first(self) -> Iterator[str]: ...
     def feed(self, index: int, came: str | Scored | Finish) -> Iterator[str]: ...
     def last(self) -> Iterator[str]: ...
     def failed(self, error: ApiError) -> str: ...
     def whole(self) -> Object: ...  # after the Finish of each choice
+
+
+EVENTS = "text/event-stream"
 
 
 def event(value: Object, kind: str | None = None) -> str:
@@ -37,6 +42,8 @@ def event(value: Object, kind: str | None = None) -> str:
 
 class Choices:
     """A Reply in OpenAI's shape, of one choice or several."""
+
+    media_type = EVENTS
 
     def __init__(
         self, model: str, choices: list[CompletionReply], per_prompt: int, tells_usage: bool

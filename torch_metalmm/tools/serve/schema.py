@@ -256,8 +256,6 @@ def parse(kind: type[_Given], body: bytes) -> _Given:
     What its fields quote in an answer is JSON and Unicode, as no body with infinity or half a
     surrogate pair is.
     """
-    from pydantic import ValidationError
-
     try:
         given = json.loads(body, parse_constant=_number, parse_float=_number)
         if b"\\ud" in body.lower():
@@ -275,6 +273,13 @@ def parse(kind: type[_Given], body: bytes) -> _Given:
         name = min(unknown)
         message = f"{name}: it is not known, or not supported"
         raise ApiError(400, message, name, "unsupported")
+    return validated(kind, given)
+
+
+def validated(kind: type[_Given], given: dict[str, Any]) -> _Given:
+    """A request of that kind, of its fields. ApiError 400: one is of another type."""
+    from pydantic import ValidationError
+
     try:
         found: _Given = _adapter(cast(Any, kind)).validate_python(given)
     except ValidationError as error:

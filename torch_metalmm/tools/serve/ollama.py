@@ -1,0 +1,181 @@
+"""Ollama's /api/chat: its requests as chats, and answers in its shape."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from datetime import datetime, timezone
+from typing import Any
+
+from .blocks import functions_of, objects
+from .engine import Finish
+from .errors import ApiError
+from .replies import ChatReply, Object
+from .schema import Chat, Request, validated, warn_once
+from .weights import Scored
+
+# By the names of `options`: fields of a chat.
+_OPTIONS = {
+    **{name: name for name in ("temperature", "top_k", "top_p", "min_p", "seed", "stop")},
+    **{name: name for name in ("presence_penalty", "frequency_penalty")},
+    "num_predict": "max_tokens",
+    "repeat_penalty": "repetition_penalty",
+}
+# How the model is loaded and where, which the server said when it began.
+_HINTS = {
+    *("num_ctx", "num_keep", "num_batch", "num_gpu", "main_gpu", "num_thread", "use_mmap", "numa")
+}
+_UNLIMITED = (-1, -2)  # num_predict: to the end, and to the end of the context
+
+
+@dataclass(kw_only=True)
+class OllamaChat(Request):
+    messages: Any
+    tools: Any = None
+    think: bool | str | None = None
+    format: Any = None
+    options: dict[str, Any] | None = None
+    stream: bool | None = True
+
+    def chat(self) -> Chat:
+        """ApiError 400: it says what no chat can."""
+        thinks = self.think if isinstance(self.think, bool) else None
+        given = {
+            "model": self.model,
+            "messages": [_translated(m) for m in objects(self.messages, "messages")],
+            "stream": self.stream,
+            "tools": None if self.tools is None else functions_of(self._functions(), "parameters"),
+            "response_format": self._format(),
+            "reasoning_effort": self.think if isinstance(self.think, str) else None,
+            "chat_template_kwargs": None if thinks is None else {"enable_thinking": thinks},
+        }
+        return validated(Chat, {n: v for n, v in given.items() if v is not None} | self._sampling())
+
+    def _functions(self) -> list[Object]:
+        tools = [tool.get("function") for tool in objects(self.tools, "tools")]
+        return objects(tools, "tools")
+
+    def _format(self) -> Object | None:
+        if not self.format:
+            return None
+        if self.format == "json":
+            return {"type": "json_object"}
+        if not isinstance(self.format, dict):
+            raise ApiError(400, "format: must be 'json' or a schema, an object", "format")
+        return {"type": "json_schema", "json_schema": {"schema": self.format}}
+
+    def _sampling(self) -> Object:
+        found: Object = {}
+        for name, value in (self.options or {}).items():
+            if name in _HINTS:
+                warn_once(f"options: {name}: ignored, as it changes no answer")
+            elif name not in _OPTIONS:
+                message = f"options: {name} is not known, or not supported"
+                raise ApiError(400, message, "options", "unsupported")
+            elif value is not None:
+                found[_OPTIONS[name]] = value
+        if found.get("max_tokens") in _UNLIMITED:
+            found["max_tokens"] = -1
+        if found.get("top_k") == 0:  # all
+            del found["top_k"]
+        return found
+
+
+def _translated(message: Object) -> Object:
+    if message.get("images"):
+        raise ApiError(400, "messages: images are not read", "messages", "unsupported")
+    told: Object = {"role": message.get("role"), "content": message.get("content", "")}
+    for name, own in (("thinking", "reasoning_content"), ("tool_name", "name")):
+        if message.get(name):
+            told[own] = message[name]
+    if message.get("tool_calls"):
+        calls = objects(message["tool_calls"], "messages")
+        functions = objects([call.get("function") for call in calls], "messages")
+        told["tool_calls"] = [
+            {
+                "id": f"call_{i}",
+                "type": "function",
+                "function": {"name": f.get("name"), "arguments": f.get("arguments")},
+            }
+            for i, f in enumerate(functions)
+        ]
+    return told
+
+
+def refusal(error: ApiError) -> Object:
+    """The body of an error's response."""
+    return {"error": error.body()["error"]["message"]}
+
+
+class OllamaReply:
+    """A Reply in Ollama's shape: a line of JSON for each piece."""
+
+    media_type = "application/x-ndjson"
+
+    def __init__(self, model: str, choice: ChatReply) -> None:
+        self._model, self._choice = model, choice
+        self._begun, self._first = time.monotonic_ns(), 0
+
+    def first(self) -> Iterator[str]:
+        return iter(())
+
+    def feed(self, _: int, came: str | Scored | Finish) -> Iterator[str]:
+        self._first = self._first or time.monotonic_ns()
+        for chunk in self._choice.feed(came):
+            delta = chunk["delta"]
+            message = _message(
+                delta.get("content", ""),
+                delta.get("reasoning_content", ""),
+                delta.get("tool_calls", []),
+            )
+            if len(message) > 2 or message["content"]:
+                yield _line({**self._head(), "message": message, "done": False})
+
+    def last(self) -> Iterator[str]:
+        yield _line({**self._head(), "message": _message("", "", []), **self._end()})
+
+    def failed(self, error: ApiError) -> str:
+        return _line(refusal(error))
+
+    def whole(self) -> Object:
+        told = self._choice.whole()["message"]
+        message = _message(told["content"] or "", self._choice.thought, self._choice.calls)
+        return {**self._head(), "message": message, **self._end()}
+
+    def _head(self) -> Object:
+        now = datetime.now(timezone.utc).isoformat().replace("+00:00", "Z")
+        return {"model": self._model, "created_at": now}
+
+    def _end(self) -> Object:
+        """Times in nanoseconds; that of loading is of no request."""
+        finish, now = self._choice.finish, time.monotonic_ns()
+        first = self._first or now
+        return {
+            "done": True,
+            "done_reason": finish.reason,
+            "total_duration": now - self._begun,
+            "load_duration": 0,
+            "prompt_eval_count": finish.prompt_tokens,
+            "prompt_eval_duration": first - self._begun,
+            "eval_count": finish.new_tokens,
+            "eval_duration": now - first,
+        }
+
+
+def _message(content: str, thinking: str, calls: list[Object]) -> Object:
+    message: Object = {"role": "assistant", "content": content}
+    if thinking:
+        message["thinking"] = thinking
+    if calls:
+        functions = [call["function"] for call in calls]
+        message["tool_calls"] = [
+            {"function": {"name": f["name"], "arguments": json.loads(f["arguments"])}}
+            for f in functions
+        ]
+    return message
+
+
+def _line(value: Object) -> str:
+    return json.dumps(value, ensure_ascii=False) + "\n"
