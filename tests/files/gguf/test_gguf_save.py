@@ -93,6 +93,11 @@ def test_a_file_of_lfm2_states_the_adjusted_width(
     assert model.model.layers[0].feed_forward.w1.out_features == width
     assert fields_of(tmp_path / "a.gguf")["lfm2.feed_forward_length"] == width
     ids = torch.arange(19)[None]
+    model.config.full_attn_idxs = [1]  # as checkpoints have it, beside layer_types or alone
+    save_gguf(model, None, tmp_path / "a.gguf", replace=True)
+    model.config.conv_bias = True
+    with pytest.raises(ValueError, match="no biases of LFM2's convolutions"):
+        save_gguf(model, None, tmp_path / "b.gguf")
     read = model_of(open_gguf(tmp_path / "a.gguf"), "cpu", torch.float32)
     assert torch.equal(read(ids).logits, model(ids).logits)
 

@@ -220,9 +220,10 @@ def test_errors_of_messages(anthropic: Any, smol: Served) -> None:
 
 
 @pytest.fixture(scope="module")
-def ollama(smol: Served) -> Any:
+def ollama(smol: Served) -> Iterator[Any]:
     module = pytest.importorskip("ollama")
-    return module.Client(host=smol.url, headers={"Authorization": f"Bearer {KEY}"})
+    with module.Client(host=smol.url, headers={"Authorization": f"Bearer {KEY}"}) as found:
+        yield found
 
 
 def ollama_chat(ollama: Any, **fields: Any) -> Any:
@@ -270,13 +271,19 @@ def test_forms_and_calls_of_ollama(ollama: Any) -> None:
         ({"messages": [{"role": "assistant", "tool_calls": [{}]}]}, "messages"),
         ({"messages": 1}, "messages"),
         ({"tools": [{}]}, "tools"),
-        ({"think": "deeply"}, "reasoning_effort"),
+        ({"think": "deeply"}, "think"),
         ({"raw": True}, "raw"),
     ),
 )
 def test_what_ollama_refuses(smol: Served, fields: dict[str, Any], named: str) -> None:
     status, _, told = smol.ask("/api/chat", {"messages": [ASKED], "stream": False} | fields)
     assert status == 400 and told.keys() == {"error"} and named in told["error"]
+
+
+def test_other_paths_of_ollama(smol: Served) -> None:
+    for path in ("/api/show", "/api/generate"):
+        status, _, told = smol.ask(path, {})
+        assert status == 404 and isinstance(told["error"], str)
 
 
 # ---- langchain

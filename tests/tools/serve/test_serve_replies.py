@@ -11,6 +11,7 @@ from torch_metalmm.tools.serve.calling import Calls
 from torch_metalmm.tools.serve.engine import Finish
 from torch_metalmm.tools.serve.errors import ApiError
 from torch_metalmm.tools.serve.messages import MessageReply
+from torch_metalmm.tools.serve.ollama import OllamaChat, OllamaReply
 from torch_metalmm.tools.serve.prompts import Prompt
 from torch_metalmm.tools.serve.replies import ChatReply
 from torch_metalmm.tools.serve.responses import ResponseReply, Responses
@@ -182,3 +183,64 @@ def test_errors_in_streams(kind: Any) -> None:
     told = json.loads(data)
     error = told["error"] if kind is MessageReply else told["response"]["error"]
     assert event == f"event: {told['type']}\n" and error["message"] == "the model failed"
+
+
+def test_ollama_tells_thoughts_and_calls() -> None:
+    """Whole and line by line, with nothing in a line at which clients split streams."""
+    text = '<think>Hm.</think>I\u2028ask.\n<tool_call>{"name": "go", "arguments": '
+    text += '{"city": "Oslo"}}</tool_call>'
+    for size in (1, 7, len(text)):
+        reply = OllamaReply("m", ChatReply(0, str, "", CALLS))
+        lines = [*reply.first()]
+        for start in range(0, len(text), size):
+            lines += reply.feed(0, text[start : start + size])
+        lines += [*reply.feed(0, Finish("stop", 3, 0, 4)), *reply.last()]
+        assert all(line.splitlines() == [line[:-1]] for line in lines)
+        *parts, end = map(json.loads, lines)
+        assert end["done"] and not any(part["done"] for part in parts)
+        counts = {"done_reason": "stop", "prompt_eval_count": 3, "eval_count": 4}
+        whole = reply.whole()
+        assert counts.items() <= end.items() and counts.items() <= whole.items()
+        message = whole["message"]
+        told = [part["message"] for part in parts]
+        assert "".join(one.get("thinking", "") for one in told) == message["thinking"] == "Hm."
+        said = "".join(one["content"] for one in told)
+        assert said.strip() == message["content"] == "I\u2028ask."
+        calls = [call for one in told for call in one.get("tool_calls", [])]
+        go = {"function": {"name": "go", "arguments": {"city": "Oslo"}}}
+        assert calls == message["tool_calls"] == [go]
+    assert json.loads(reply.failed(ApiError(500, "no"))) == {"error": "no"}
+
+
+def test_results_of_ollama_find_their_calls() -> None:
+    """By name, else in turn; ids are as Mistral's templates ask, or the client's."""
+    calls = [{"function": {"name": name, "arguments": {"n": name}}} for name in "abc"]
+    given = [{"role": "assistant", "tool_calls": calls}]
+    given += [{"role": "tool", "content": "B", "tool_name": "b"}]
+    given += [{"role": "tool", "content": content} for content in ("A", "C")]
+    given += [{"role": "assistant", "tool_calls": [{"id": "mine", **calls[0]}], "thinking": "Hm."}]
+    given += [{"role": "tool", "content": "D", "tool_call_id": "mine"}]
+    first, *results, last, own = OllamaChat(messages=given).chat().messages
+    ids = {call["function"]["name"]: call["id"] for call in first["tool_calls"]}
+    assert len({*ids.values()}) == 3 and all(len(i) == 9 and i.isalnum() for i in ids.values())
+    assert [(r["name"], r["tool_call_id"], r["content"]) for r in results] == [
+        (name, ids[name], name.upper()) for name in "bac"
+    ]
+    assert first["tool_calls"][0]["function"]["arguments"] == {"n": "a"}
+    assert (last["reasoning_content"], last["tool_calls"][0]["id"]) == ("Hm.", "mine")
+    assert (own["name"], own["tool_call_id"]) == ("a", "mine")
+
+
+def test_options_of_ollama() -> None:
+    """What means nothing there is left out; the rest has the names of chats."""
+    options = {"num_predict": -2, "top_k": 0, "seed": -1, "repeat_last_n": None, "f16_kv": True}
+    said = [{"role": "user", "content": "a"}]
+    made = OllamaChat(messages=said, options=options).chat()
+    assert (made.max_tokens, made.top_k, made.seed) == (None, None, None)
+    options = {"num_predict": 7, "repeat_penalty": 1.1, "stop": ["x"], "seed": 5}
+    made = OllamaChat(messages=said, options=options, think="low").chat()
+    assert (made.max_tokens, made.repetition_penalty, made.stop, made.seed) == (7, 1.1, ["x"], 5)
+    assert made.reasoning_effort == "low"
+    for options, named in (({"num_predict": 0}, "num_predict"), ({"top_k": False}, "top_k")):
+        with pytest.raises(ApiError, match=f"options: {named}"):
+            OllamaChat(messages=said, options=options).chat()

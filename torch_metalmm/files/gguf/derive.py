@@ -165,6 +165,13 @@ def lfm2_width(config: Any) -> int:
     return width
 
 
+def lfm2_bias(config: Any) -> bool:
+    """ValueError: the convolutions have biases, which readers of a file do not look for."""
+    if config.conv_bias:
+        raise ValueError("model: GGUF files have no biases of LFM2's convolutions (conv_bias)")
+    return False
+
+
 def lfm2_kv_heads(config: Any) -> list[int]:
     """What lfm2_layers reads."""
     return [config.num_key_value_heads * (kind == _FULL) for kind in config.layer_types]

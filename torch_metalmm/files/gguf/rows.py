@@ -405,6 +405,8 @@ ARCHITECTURES = {
             # Of what is adjusted, as a new config has them.
             "block_ffn_dim_multiplier": lambda config: 1.0,
             "block_multiple_of": lambda config: 256,
+            "full_attn_idxs": lambda config: None,  # layer_types says so, too
+            "conv_bias": derive.lfm2_bias,
         },
         derived={
             "num_key_value_heads": derive.most_kv_heads,

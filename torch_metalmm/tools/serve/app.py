@@ -9,7 +9,6 @@ from collections.abc import Awaitable, Callable
 from contextlib import closing
 from dataclasses import dataclass, field
 from datetime import datetime, timezone
-from importlib.metadata import version
 from typing import Any
 
 from starlette.applications import Starlette
@@ -20,6 +19,7 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.responses import JSONResponse, PlainTextResponse, Response
 from starlette.routing import Route
 
+from ... import __version__
 from . import messages, ollama
 from .access import Access, body_of
 from .answering import Answering, unless_gone
@@ -35,7 +35,7 @@ from .replies import ChatReply, Choices, CompletionReply, Reply
 from .responses import ResponseReply, Responses
 from .schema import Chat, Completion, Embedding, Generation, parse, warn_once
 from .tokens import give_memory_back
-from .wire import Bounded, refused
+from .wire import Bounded
 
 Handler = Callable[[Request], Awaitable[Response]]
 
@@ -121,7 +121,7 @@ class Server:
         return JSONResponse({"models": [{**names, "size": 0, "digest": "", "details": {}}]})
 
     async def version(self, _: Request) -> Response:
-        return JSONResponse({"version": version("torch_metalmm")})
+        return JSONResponse({"version": __version__})
 
     async def told_metrics(self, _: Request) -> Response:
         kind = "text/plain; version=0.0.4"
@@ -243,10 +243,7 @@ class Server:
                 return response
             except ApiError as error:
                 status = error.status
-                for begins, shape in _REFUSALS.items():
-                    if path.startswith(begins):
-                        return JSONResponse(shape(error), error.status, error.headers)
-                return refused(error)
+                return _refused(path, error)
             except ClientDisconnect:
                 return Response(status_code=status)
             finally:
@@ -298,12 +295,19 @@ def _encoded(vector: Any, as_text: bool) -> Any:
     return base64.b64encode(vector.numpy().astype("<f4").tobytes()).decode()
 
 
-async def _told(_: Request, error: Exception) -> Response:
+def _refused(path: str, error: ApiError) -> JSONResponse:
+    shape = next((s for begins, s in _REFUSALS.items() if path.startswith(begins)), ApiError.body)
+    return JSONResponse(shape(error), error.status, error.headers)
+
+
+async def _told(request: Request, error: Exception) -> Response:
     """Of Starlette: no such path, a method that is not there."""
     assert isinstance(error, HTTPException)
-    body = ApiError(error.status_code, error.detail).body()
-    return JSONResponse(body, error.status_code, error.headers)
+    response = _refused(request.url.path, ApiError(error.status_code, error.detail))
+    response.headers.update(error.headers or {})
+    return response
 
 
-async def _failed(_: Request, error: Exception) -> Response:
-    return refused(ApiError(500, f"the server failed: {type(error).__name__}"))
+async def _failed(request: Request, error: Exception) -> Response:
+    told = ApiError(500, f"the server failed: {type(error).__name__}")
+    return _refused(request.url.path, told)

@@ -96,7 +96,7 @@ def _grammar(functions: list[dict[str, Any]], is_forced: bool) -> str:
 
 
 def schema_text(schema: dict[str, Any], field: str) -> str:
-    """ApiError: an integer that llguidance, which reads numbers as f64, would change."""
+    """ApiError: an integer that llguidance, which reads numbers as f64, would change; too deep."""
 
     def checked(digits: str) -> int:
         if abs(number := int(digits)) > 1 << 53:
@@ -104,6 +104,9 @@ def schema_text(schema: dict[str, Any], field: str) -> str:
             raise ApiError(400, message, field)
         return number
 
-    text = json.dumps(schema)
-    json.loads(text, parse_int=checked)
+    try:
+        text = json.dumps(schema)
+        json.loads(text, parse_int=checked)
+    except RecursionError:
+        raise ApiError(400, f"{field}: a schema of too many levels", field) from None
     return text

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from datetime import datetime, timezone
 from typing import Any
 
-from .blocks import functions_of, objects
+from .blocks import objects
 from .engine import Finish
 from .errors import ApiError
 from .replies import ChatReply, Object
@@ -25,9 +25,13 @@ _OPTIONS = {
 }
 # How the model is loaded and where, which the server said when it began.
 _HINTS = {
-    *("num_ctx", "num_keep", "num_batch", "num_gpu", "main_gpu", "num_thread", "use_mmap", "numa")
+    *("num_ctx", "num_keep", "num_batch", "num_gpu", "main_gpu", "num_thread", "numa"),
+    *("use_mmap", "use_mlock", "low_vram", "f16_kv", "vocab_only", "logits_all", "embedding_only"),
 }
 _UNLIMITED = (-1, -2)  # num_predict: to the end, and to the end of the context
+# By a field of a chat: what clients call it.
+_NAMES = {own: f"options: {name}" for name, own in _OPTIONS.items()}
+_NAMES |= {"reasoning_effort": "think", "response_format": "format"}
 
 
 @dataclass(kw_only=True)
@@ -44,18 +48,22 @@ class OllamaChat(Request):
         thinks = self.think if isinstance(self.think, bool) else None
         given = {
             "model": self.model,
-            "messages": [_translated(m) for m in objects(self.messages, "messages")],
+            "messages": [*_translated(objects(self.messages, "messages"))],
             "stream": self.stream,
-            "tools": None if self.tools is None else functions_of(self._functions(), "parameters"),
+            "tools": self.tools,
             "response_format": self._format(),
             "reasoning_effort": self.think if isinstance(self.think, str) else None,
             "chat_template_kwargs": None if thinks is None else {"enable_thinking": thinks},
         }
-        return validated(Chat, {n: v for n, v in given.items() if v is not None} | self._sampling())
-
-    def _functions(self) -> list[Object]:
-        tools = [tool.get("function") for tool in objects(self.tools, "tools")]
-        return objects(tools, "tools")
+        given = {name: value for name, value in given.items() if value is not None}
+        try:
+            made = validated(Chat, given | self._sampling())
+            made.check()
+        except ApiError as error:
+            name = _NAMES.get(error.param or "", error.param)
+            message = str(error).replace(f"{error.param}:", f"{name}:", 1)
+            raise ApiError(error.status, message, name) from None
+        return made
 
     def _format(self) -> Object | None:
         if not self.format:
@@ -71,37 +79,53 @@ class OllamaChat(Request):
         for name, value in (self.options or {}).items():
             if name in _HINTS:
                 warn_once(f"options: {name}: ignored, as it changes no answer")
-            elif name not in _OPTIONS:
+            elif name not in _OPTIONS and value is not None:
                 message = f"options: {name} is not known, or not supported"
                 raise ApiError(400, message, "options", "unsupported")
-            elif value is not None:
+            elif value is not None and not _is_default(name, value):
                 found[_OPTIONS[name]] = value
-        if found.get("max_tokens") in _UNLIMITED:
-            found["max_tokens"] = -1
-        if found.get("top_k") == 0:  # all
-            del found["top_k"]
         return found
 
 
-def _translated(message: Object) -> Object:
-    if message.get("images"):
-        raise ApiError(400, "messages: images are not read", "messages", "unsupported")
-    told: Object = {"role": message.get("role"), "content": message.get("content", "")}
-    for name, own in (("thinking", "reasoning_content"), ("tool_name", "name")):
-        if message.get(name):
-            told[own] = message[name]
-    if message.get("tool_calls"):
-        calls = objects(message["tool_calls"], "messages")
-        functions = objects([call.get("function") for call in calls], "messages")
-        told["tool_calls"] = [
-            {
-                "id": f"call_{i}",
-                "type": "function",
-                "function": {"name": f.get("name"), "arguments": f.get("arguments")},
-            }
-            for i, f in enumerate(functions)
-        ]
-    return told
+def _is_default(name: str, value: Any) -> bool:
+    """Numbers for what a chat says by leaving the field out."""
+    if type(value) is not int:
+        return False
+    return (name, value) in (("top_k", 0), ("seed", -1)) or (
+        name == "num_predict" and value in _UNLIMITED
+    )
+
+
+def _translated(messages: list[Object]) -> Iterator[Object]:
+    """Calls get ids, by their places, and results those of their calls, where clients give none."""
+    waiting: list[Object] = []  # calls whose results are to come
+    for place, message in enumerate(messages):
+        if message.get("images"):
+            raise ApiError(400, "messages: images are not read", "messages", "unsupported")
+        told: Object = {"role": message.get("role"), "content": message.get("content", "")}
+        if message.get("thinking"):
+            told["reasoning_content"] = message["thinking"]
+        if message.get("tool_calls"):
+            told["tool_calls"] = waiting = [*_calls(message["tool_calls"], place)]
+        if message.get("role") == "tool":
+            name, own = message.get("tool_name"), message.get("tool_call_id")
+            call = next(
+                (c for c in waiting if own == c["id"] or name == c["function"]["name"]),
+                waiting[0] if waiting else {},
+            )
+            waiting = [c for c in waiting if c is not call]
+            told["tool_call_id"] = own or call.get("id")
+            told["name"] = name or call.get("function", {}).get("name")
+        yield {name: value for name, value in told.items() if value is not None}
+
+
+def _calls(given: Any, place: int) -> Iterator[Object]:
+    """Ids of 9 letters or digits, as Mistral's templates demand."""
+    for i, call in enumerate(objects(given, "messages")):
+        (function,) = objects([call.get("function")], "messages")
+        named = {"name": function.get("name"), "arguments": function.get("arguments")}
+        own = call.get("id") or f"{place:06}{i:03}"
+        yield {"id": own, "type": "function", "function": named}
 
 
 def refusal(error: ApiError) -> Object:
@@ -178,4 +202,5 @@ def _message(content: str, thinking: str, calls: list[Object]) -> Object:
 
 
 def _line(value: Object) -> str:
-    return json.dumps(value, ensure_ascii=False) + "\n"
+    # Clients split streams at other characters too, as U+2028: none is written.
+    return json.dumps(value) + "\n"
