@@ -19,10 +19,15 @@ namespace metalmm::cpu {
       __builtin_cpu_supports("fma")
 #define MM_HAS_AVX2 \
   __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") && __builtin_cpu_supports("f16c")
+#if defined(MM_AVX_VNNI)  // the compiler has it
+#define MM_AVX2VNNI(X) X(avx2vnni, MM_HAS_AVX2&& has_avx_vnni())
+#else
+#define MM_AVX2VNNI(X)
+#endif
 #define MM_FOR_EACH_ISA(X)                                            \
   X(avx512vbmi, MM_HAS_AVX512&& __builtin_cpu_supports("avx512vbmi")) \
   X(avx512, MM_HAS_AVX512)                                            \
-  X(avx2vnni, MM_HAS_AVX2&& has_avx_vnni())                           \
+  MM_AVX2VNNI(X)                                                      \
   X(avx2, MM_HAS_AVX2)                                                \
   X(scalar, true)
 #elif defined(__aarch64__)
@@ -40,6 +45,7 @@ namespace metalmm::cpu {
 MM_FOR_EACH_ISA(MM_DECLARE)
 
 #if defined(__x86_64__)
+#if defined(MM_AVX_VNNI)
 // Intel's from Alder Lake on, AMD's from Zen 5 on. By the instruction: __builtin_cpu_supports knows
 // the name in newer compilers alone, and links what not every runtime library has.
 static bool has_avx_vnni() {
@@ -55,6 +61,7 @@ const IsaKernels kKernels = [] {
   return k;
 }();
 }  // namespace avx2vnni
+#endif
 
 // avx512 with affine kernels that permute bytes: 5 and 6 bits at M = 1 take 1.47 of the time
 // without (Zen 5, one thread, W in the cache), at M = 4 1.05; the other 11 of 13 formats 0.93 to

@@ -8,18 +8,23 @@ namespace metalmm::cpu {
 // MM_FOR_EACH_INT8(X): X(namespace of the kernels, instruction set in use, whether this machine
 // runs them), best first.
 #if defined(__x86_64__)
+#if defined(MM_AVX_VNNI)
+#define MM_AVX2VNNI(X) X(avx2vnni, "avx2vnni", true)
+#else
+#define MM_AVX2VNNI(X)
+#endif
 #define MM_FOR_EACH_INT8(X)                                                                  \
   X(avx512vnni, "avx512vbmi", __builtin_cpu_supports("avx512vnni"))                          \
   X(avx512vnni, "avx512", __builtin_cpu_supports("avx512vnni"))                              \
   X(avx2, "avx512vbmi", true)                                                                \
   X(avx2, "avx512", true) /* without VNNI the longer vectors bring nothing that is tested */ \
-  X(avx2vnni, "avx2vnni", true)                                                              \
+  MM_AVX2VNNI(X)                                                                             \
   X(avx2, "avx2", true)                                                                      \
   X(scalar, "scalar", true)
 namespace avx512vnni {
 extern const int8::Kernels kInt8Kernels;
 }
-namespace avx2vnni {
+namespace avx2vnni {  // referred to where the compiler has it
 extern const int8::Kernels kInt8Kernels;
 }
 namespace avx2 {
