@@ -42,6 +42,12 @@ _SIZES = {
 _SMALL = {"num_hidden_layers": 2}  # with --quick, of the page's sizes
 _EXPERTS = {"num_experts_per_tok": 4, "moe_intermediate_size": 768}
 _EVERY_FOURTH = [*["linear_attention"] * 3, "full_attention"] * 2
+_LINEAR = {
+    "linear_num_key_heads": 16,
+    "linear_num_value_heads": 32,
+    "linear_key_head_dim": 128,
+    "linear_value_head_dim": 128,
+}
 KINDS: dict[str, dict[str, Any]] = {
     "llama": {},
     "olmo2": {},
@@ -51,13 +57,7 @@ KINDS: dict[str, dict[str, Any]] = {
     },
     "qwen3_moe": {"num_experts": 32} | _EXPERTS,
     "glm4_moe": {"n_routed_experts": 32} | _EXPERTS,
-    "qwen3_5_text": {
-        "layer_types": _EVERY_FOURTH,
-        "linear_num_value_heads": 32,
-        "linear_num_key_heads": 16,
-        "linear_key_head_dim": 128,
-        "linear_value_head_dim": 128,
-    },
+    "qwen3_5_text": {"layer_types": _EVERY_FOURTH} | _LINEAR,
     "lfm2": {
         "layer_types": [*["conv"] * 2, "full_attention", "conv"] * 2,
         "block_auto_adjust_ff_dim": False,
@@ -80,13 +80,9 @@ KINDS: dict[str, dict[str, Any]] = {
 _QWEN3_5: dict[str, Any] = {
     "head_dim": 256,
     "num_attention_heads": 16,
-    "linear_num_key_heads": 16,
-    "linear_num_value_heads": 32,
-    "linear_key_head_dim": 128,
-    "linear_value_head_dim": 128,
     "vocab_size": 248320,
     "tie_word_embeddings": False,
-}
+} | _LINEAR
 WHOLE: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen3.5-35b-a3b": (
         "qwen3_5_moe_text",

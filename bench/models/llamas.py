@@ -51,10 +51,6 @@ class Shape:
     chosen: int = 0
 
     @property
-    def model_class(self) -> str:
-        return "Qwen3MoeForCausalLM" if self.experts else "LlamaForCausalLM"
-
-    @property
     def size(self) -> int:
         """Values of a head."""
         return self.head_size or self.hidden // self.heads
@@ -168,10 +164,10 @@ def check_name(name: str) -> None:
 
 def random_llama(shape: Shape) -> Module:
     """The model of the shape in f32 on the CPU, seeded."""
-    import transformers
+    from transformers import AutoModelForCausalLM
 
     torch.manual_seed(0)
-    model: Module = getattr(transformers, shape.model_class)(shape.config())
+    model: Module = AutoModelForCausalLM.from_config(shape.config())
     return model.eval().requires_grad_(False)
 
 
