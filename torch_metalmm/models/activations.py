@@ -18,9 +18,9 @@ def activations_(model: nn.Module, kind: str | None) -> nn.Module:
     kind: "int8", "int16" or None. Each block of 32 values of x is rounded to 8 or 16 bits with a
     scale of its own before it is multiplied. With "int8", as llama.cpp does, a value errs by 0.4 %
     of the largest of its block at most (half of a 127th), with "int16" by 0.0015 % (half of a
-    32512th). Layers of formats without integer codes (the dense ones, those of grids, ternary ones,
-    q1_0, q2_0, nvfp4 and mxfp8), embeddings, and all layers on other devices read x exactly. The
-    setting travels with save_pretrained and save_packed.
+    32512th). Layers of formats without integer codes (docs/guide/fuse.md lists them), embeddings,
+    and all layers on other devices read x exactly. The setting travels with save_pretrained and
+    save_packed.
     Returns `model`. ValueError: model is no module, another kind, or a kind for a model without a
     packed linear layer that can take it.
     """

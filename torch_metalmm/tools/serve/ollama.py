@@ -28,7 +28,8 @@ _HINTS = {
     *("num_ctx", "num_keep", "num_batch", "num_gpu", "main_gpu", "num_thread", "numa"),
     *("use_mmap", "use_mlock", "low_vram", "f16_kv", "vocab_only", "logits_all", "embedding_only"),
 }
-_UNLIMITED = (-1, -2)  # num_predict: to the end, and to the end of the context
+# Numbers for what a chat says by leaving the field out; num_predict: to the end, or the context's.
+_DEFAULTS = {"top_k": (0,), "seed": (-1,), "num_predict": (-1, -2)}
 # By a field of a chat: what clients call it.
 _NAMES = {own: f"options: {name}" for name, own in _OPTIONS.items()}
 _NAMES |= {"reasoning_effort": "think", "response_format": "format"}
@@ -88,12 +89,7 @@ class OllamaChat(Request):
 
 
 def _is_default(name: str, value: Any) -> bool:
-    """Numbers for what a chat says by leaving the field out."""
-    if type(value) is not int:
-        return False
-    return (name, value) in (("top_k", 0), ("seed", -1)) or (
-        name == "num_predict" and value in _UNLIMITED
-    )
+    return type(value) is int and value in _DEFAULTS.get(name, ())
 
 
 def _translated(messages: list[Object]) -> Iterator[Object]:
