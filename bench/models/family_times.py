@@ -7,6 +7,7 @@ process; and a prompt of each.
 
 from __future__ import annotations
 
+import math
 import tempfile
 from collections.abc import Iterator, Sequence
 from functools import partial
@@ -26,7 +27,7 @@ from ..tables import status
 from ..timing import Timing, by_turns, wall_clock
 from .families import family, versions
 from .llamas import packed_random, sharing
-from .systems import Packed, Transformers
+from .systems import Graph, Packed, Transformers
 
 CONTEXT = 128
 _SIZES = {
@@ -166,12 +167,18 @@ def run(run: Run) -> Iterator[Record]:
             "fuse_": Eager("fuse_", fused),
             "replayed": Packed("replayed", fused),
         } | _peer(kind, model, format, run)
+        if run.device.type == "cuda":  # the unfused step, as one graph
+            systems["graph"] = Graph("graph", model, length=CONTEXT + run.args.new_tokens + 2)
         ways = {name: partial(_turn, system, run.args) for name, system in systems.items()}
         found = by_turns(ways, run.args.repetitions)
         medians = {
             n: Timing.of([s for steps, _ in each for s in steps]) for n, each in found.items()
         }
-        prompts = {name: median(prompt for _, prompt in each) for name, each in found.items()}
+        prompts = {
+            name: 1e3 * median(prompt for _, prompt in each if prompt is not None)
+            for name, each in found.items()
+            if _prefills(systems[name])
+        }
         for name, timing in medians.items():
             yield {
                 "kind": "families",
@@ -181,8 +188,8 @@ def run(run: Run) -> Iterator[Record]:
                 **timing.fields("ms", lambda s: 1e3 * s),
                 "of_unfused": timing.median / medians["unfused"].median,
                 "prompt": run.args.prompt,
-                "prompt_ms": 1e3 * prompts[name],
-                "prompt_of_unfused": prompts[name] / prompts["unfused"],
+                "prompt_ms": prompts.get(name),
+                "prompt_of_unfused": prompts.get(name, math.nan) / prompts["unfused"],
                 "replays": replayed(fused).replays if name == "replayed" else 0,  # type: ignore[union-attr]
             }
 
@@ -201,14 +208,19 @@ def _peer(kind: str, model: Any, format: str, run: Run) -> dict[str, Any]:
     return {peer.name: peer}
 
 
+def _prefills(system: Any) -> bool:
+    return bool(getattr(system, "prefills", True))
+
+
 def _empty(system: Any) -> None:
     system.reset()
-    if getattr(system, "make", system) is None:
+    if _prefills(system) and getattr(system, "make", system) is None:
         system.cache = None
 
 
-def _turn(system: Any, args: Any) -> tuple[list[float], float]:
-    """Seconds of new tokens after a context, and of a prompt, each until its choice is read.
+def _turn(system: Any, args: Any) -> tuple[list[float], float | None]:
+    """Seconds of new tokens after a context, and of a prompt where the system has a form for
+    those, each until its choice is read.
 
     Not of the first two tokens, which a replayed system records.
     """
@@ -222,5 +234,7 @@ def _turn(system: Any, args: Any) -> tuple[list[float], float]:
     feed([i % 97 + 3 for i in range(CONTEXT)])
     for _ in range(args.new_tokens + 2):
         times.append(wall_clock(partial(feed, [token])))
+    if not _prefills(system):
+        return times[2:], None
     _empty(system)
     return times[2:], wall_clock(partial(feed, [i % 97 + 3 for i in range(args.prompt)]))

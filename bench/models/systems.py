@@ -185,9 +185,10 @@ class Static(Transformers):
 
 def counts(cache: Any) -> list[Tensor]:
     """What a cache of constant size counts, all of which moves with a token: the length of each
-    layer of StaticCache; the last slot and the length that the layers of ours share."""
+    layer of StaticCache but recurrent ones; the last slot and the length that the layers of ours
+    share."""
     names = ("cumulative_length", "last_and_length")
-    held = [getattr(layer, next(n for n in names if hasattr(layer, n))) for layer in cache.layers]
+    held = [getattr(layer, n) for layer in cache.layers for n in names if hasattr(layer, n)]
     return list({id(t): t for t in held}.values())
 
 
