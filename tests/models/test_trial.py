@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import copy
+import sys
+from types import ModuleType
 from typing import Any
 
 import pytest
 import torch
 import transformers
-from torch import Tensor
+from torch import Tensor, nn
 
 from torch_metalmm import MetalMMConfig, QuantEmbedding, QuantLinear, quantize_
 
@@ -100,3 +102,29 @@ def test_a_model_whose_code_reads_no_weight_is_not_run(monkeypatch: pytest.Monke
     model = model_of("LlamaForCausalLM")
     monkeypatch.setattr(type(model), "forward", lambda *_, **__: pytest.fail("it was run"))
     quantize_(model, "f32", progress=False)
+
+
+def test_no_kernel_of_triton_runs_without_data(monkeypatch: pytest.MonkeyPatch) -> None:
+    class JITFunction:
+        def run(self, *_: Any) -> None:
+            raise AssertionError("launched")
+
+    launched = JITFunction.run
+    module = ModuleType("triton.runtime.jit")
+    module.JITFunction = JITFunction  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, "triton.runtime.jit", module)
+    model, errors = model_of("WavLMModel"), list[Exception]()
+
+    def launch(*_: Any) -> None:
+        try:
+            JITFunction().run()
+        except Exception as error:
+            errors.append(error)
+            raise
+
+    model.encoder.layers[1].register_forward_pre_hook(launch)
+    quantize_(model, "q8_0", progress=False)
+    assert errors and all("Triton" in str(error) for error in errors)
+    assert JITFunction.run is launched
+    # What was read before the kernel is known.
+    assert type(model.encoder.layers[0].attention.q_proj) is nn.Linear

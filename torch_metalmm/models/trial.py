@@ -10,7 +10,9 @@ from __future__ import annotations
 import copy
 import dis
 import inspect
+import sys
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import cache
 from types import CodeType, FunctionType
 from typing import Any
@@ -76,7 +78,7 @@ def _try(model: nn.Module, packable: Callable[[nn.Module], bool]) -> frozenset[s
         layer.__class__ = kinds[type(layer)]
     for inputs in _inputs(twin):
         try:
-            with torch.no_grad(), torch.device("meta"), _Zeros():  # type: ignore[no-untyped-call]
+            with torch.no_grad(), torch.device("meta"), _Zeros(), _without_triton():  # type: ignore[no-untyped-call]
                 twin(**inputs)
         except Exception:  # it takes other inputs, or its steps depend on values
             continue
@@ -135,6 +137,26 @@ class _Zeros(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if func is torch.ops.aten._local_scalar_dense.default and args[0].is_meta:
             return torch.zeros((), dtype=args[0].dtype, device="cpu").item()
         return func(*args, **(kwargs or {}))
+
+
+@contextmanager
+def _without_triton() -> Iterator[None]:
+    """Kernels of Triton raise. Of a tensor without data they read address 0, after which no call of
+    CUDA works in the process: those of flash-linear-attention, which Qwen3.5 takes where it is
+    installed, also for a model that lies on the CPU."""
+    launcher = getattr(sys.modules.get("triton.runtime.jit"), "JITFunction", None)
+    if launcher is None:
+        yield
+        return
+
+    def run(*_: Any, **__: Any) -> None:
+        raise RuntimeError("a kernel of Triton has nothing to read here")
+
+    own, launcher.run = launcher.run, run
+    try:
+        yield
+    finally:
+        launcher.run = own
 
 
 def _inputs(model: Any) -> Iterator[dict[str, Tensor]]:
