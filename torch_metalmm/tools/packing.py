@@ -86,11 +86,12 @@ def to_folder(source: Path, output: Path, force: bool, make: Callable[[], tuple[
     from ..files.gguf.split import is_gguf
     from ..files.mtp import HEAD_FILE, copy_head, has_head
     from ..files.owned import prepare_folder
+    from ..files.processor import processor_files
     from ..files.quantized import is_quantized
     from ..hf.packed import save_beside
     from .sentences import files_beside
 
-    beside = files_beside(source)
+    beside = files_beside(source) | processor_files(source)
     is_new = not output.exists()
     prepare_folder(output, replaceable_weights)
     if is_packed(output) and not force:

@@ -90,7 +90,7 @@ class Answering:
             options.bias = self.prompts.bias(given, len(prompt.ids))
             options.scores = None if scored is None else Scores(scored, tell)
             seed = None if given.seed is None else (given.seed + i) % (1 << 64)
-            yield Job(prompt.text, prompt.ids, options, seed, tell, owner)
+            yield Job(prompt.text, prompt.ids, options, seed, tell, owner, prompt.inputs)
 
     async def _pieces(self, feed: Feed, begun: float) -> AsyncIterator[tuple[int, Any]]:
         is_first = True

@@ -12,7 +12,6 @@ import itertools
 import logging
 import time
 from collections import deque
-from dataclasses import replace
 from typing import Any
 
 import torch
@@ -25,11 +24,9 @@ from ...hf.drafts import Lookup
 from ...models.attach import check_cache, set_cache
 from ...models.cache_argument import with_cache
 from ...nn.exact import exact_rows
-from ..chat.session import end_tokens
-from ..chat.stream import Stream
 from ..sequence import CHUNK, keeps_rows
-from .choosing import Chooser
-from .engine import Finish, Job
+from .engine import Job
+from .writing import Writing
 
 _LOG = logging.getLogger(__name__)
 
@@ -64,24 +61,18 @@ def can_share(model: Any) -> bool:
 _NUMBERS = itertools.count()
 
 
-class _Answer:
-    """A job under way: `text` has rows of a beginning of `tokens`, which grow by the answer."""
+class _Answer(Writing):
+    """A job under way: `text` has rows of a beginning of `tokens`."""
 
     def __init__(
         self, job: Job, cache: PagedCache, model: Any, tokenizer: Any, guesses: int
     ) -> None:
         """guesses: at a time; fewer where they were wrong."""
-        self.job, self.text, self.number = job, Text(cache, job.owner), next(_NUMBERS)
-        self.tokens, self.lookup = list(job.ids), Lookup(RUN)
+        super().__init__(job, model, tokenizer)
+        self.text, self.number, self.lookup = Text(cache, job.owner), next(_NUMBERS), Lookup(RUN)
         self._most = self._width = guesses
         self.guessed = self.right = 0  # tokens that were guessed, and those that were chosen
         self.kept: int | None = None  # tokens of the prompt whose rows another text has read
-        self.stream = Stream(tokenizer, job.options.stops, job.tell)
-        self.stream.put(torch.tensor(job.ids))
-        options = job.options
-        if options.repeat_penalty is None:  # as generate() does
-            options = replace(options, repeat_penalty=model.generation_config.repetition_penalty)
-        self.chooser = Chooser(options, job.seed, model.device)
 
     def is_read(self) -> bool:
         return len(self.text.tokens) == len(self.tokens)
@@ -106,10 +97,6 @@ class _Answer:
         if len(self.text.tokens) == stop < len(self.job.ids):
             self.text.keep_states()
 
-    def left(self) -> int:
-        """Tokens that may still come."""
-        return int(self.job.options.max_new_tokens or 0) - len(self.stream.ids)
-
     def ahead(self, most: int) -> list[int]:
         """Up to `most` tokens to read, from the first without a row on; then guesses."""
         known = self.tokens[len(self.text.tokens) :][:most]
@@ -125,12 +112,9 @@ class _Answer:
         """As many as were right, at least one; twice as many where all were."""
         self._width = min(self._most, 2 * self._width) if right == guessed else max(1, right)
 
-    def finish(self, reason: str) -> None:
+    def end(self, reason: str) -> None:
         self.text.end()
-        self.stream.finish()
-        counts = len(self.job.ids), self.kept or 0, len(self.stream.ids)
-        guesses, stop = (self.right, self.guessed - self.right), self.stream.stops.found
-        self.job.tell(Finish(reason, *counts, *guesses, stop))
+        self.finish(reason, self.kept or 0, self.right, self.guessed - self.right)
 
 
 class Batch:
@@ -170,7 +154,6 @@ class Batch:
         if self._most < most:
             _LOG.warning("%d answers at a time: the memory has no states for %d", self._most, most)
         self._keeps_logits = model._supports_logits_to_keep()
-        self._end_tokens = end_tokens(model)
         self._prompts: deque[_Answer] = deque()
         self._answers: list[_Answer] = []
         self._speed = 0.0  # tokens of a prompt a second
@@ -315,24 +298,15 @@ class Batch:
     def _goes_on(self, answer: _Answer, logits: Tensor, guess: int | None = None) -> bool:
         """Choose its next token; False: it is over. An error is told to this answer alone."""
         try:
-            token = answer.chooser.choose(logits, answer.tokens)
-            answer.right += token == guess
-            answer.tokens.append(token)
-            answer.stream.put(torch.tensor([token]))
-            return not self._is_over(answer, token)
+            reason = answer.choose(logits)
+            answer.right += answer.tokens[-1] == guess
+            if reason:
+                answer.end(reason)
+            return not reason
         except Exception as error:
             answer.text.end()
             _tell(answer, error)
             return False
-
-    def _is_over(self, answer: _Answer, token: int) -> bool:
-        if token in self._end_tokens or answer.stream.stops.found:
-            answer.finish("stop")
-        elif len(answer.stream.ids) == answer.job.options.max_new_tokens:
-            answer.finish("length")
-        else:
-            return False
-        return True
 
 
 def _tell(answer: _Answer, error: Exception) -> None:

@@ -26,6 +26,7 @@ _KEY = "METALMM_API_KEY"
 _LOOPBACK = ["localhost", "127.0.0.1", "[::1]"]
 _ORIGIN = re.compile(r"[a-z][a-z0-9+.-]*://[^\s/*?#@]+")
 _SPARE = 64  # requests beside those that are answered and wait; more get status 503
+_BODY, _SEEN_BODY = 4 << 20, 32 << 20  # bytes of a request; of one that may have images
 _SHUTDOWN = 5  # seconds that answers under way have when the server ends
 
 
@@ -103,7 +104,12 @@ def _add_limits(group: argparse._ArgumentGroup) -> None:
         "checked in one step; the answer is the same, sooner where it repeats much; default: none",
     )
     limit("--max-new-tokens", None, "N", "of any request; default: what the context has room for")
-    limit("--max-body", 4 << 20, "BYTES", "of a request")
+    limit(
+        "--max-body",
+        None,
+        "BYTES",
+        f"of a request; default: {_BODY}, {_SEEN_BODY} where the model sees images",
+    )
     limit("--max-messages", 1024, "N", "of a chat, and texts of a request for embeddings")
     limit("--timeout", 600, "SECONDS", "of a request, with the time it waits")
 
@@ -163,6 +169,8 @@ def _server(args: argparse.Namespace, template: Any, owners: dict[bytes, bytes])
     from .engine import Engine, Runner, Worker
     from .forms import Forms
     from .prompts import Prompts
+    from .seeing import Seeing
+    from .sight import sight_of
     from .single import Single
     from .tokens import Tokens
 
@@ -184,10 +192,13 @@ def _server(args: argparse.Namespace, template: Any, owners: dict[bytes, bytes])
             if getattr(args, flag) is not None:
                 name = "--" + flag.replace("_", "-")
                 raise ValueError(f"{name}: the answers of this model share no cache")
-    if generates:
+    has_scores = isinstance(runner, Batch)
+    if session is not None:
         forms = None if loaded.draft is not None else Forms(model, tokenizer)
-        most = args.max_new_tokens
-        prompts = Prompts(model, tokenizer, template, context, most, tokens, forms)
+        most, sight = args.max_new_tokens, sight_of(model, loaded.path)
+        prompts = Prompts(model, tokenizer, template, context, most, tokens, forms, sight)
+        if sight:
+            runner = Seeing(runner, model, tokenizer, session.sequence.new_cache)
     pooling = args.pooling or pooling_of(loaded.path, generates)
     hosts = [*_LOOPBACK, _shown(args.host)] if _is_loopback(args.host) else []
     return Server(
@@ -196,23 +207,25 @@ def _server(args: argparse.Namespace, template: Any, owners: dict[bytes, bytes])
         prompts=prompts,
         embedder=Embedder(model, tokenizer, pooling, context_of(model), tokens),
         limits=Limits(
-            body=args.max_body,
+            body=args.max_body or (_SEEN_BODY if isinstance(runner, Seeing) else _BODY),
             messages=args.max_messages,
             seconds=args.timeout,
             requests=args.parallel + args.queue + _SPARE,
         ),
         access=Access(owners, hosts, args.origin),
-        has_scores=isinstance(runner, Batch),
+        has_scores=has_scores,
     )
 
 
 def _saved(args: argparse.Namespace, server: Server) -> SavedPrompts | None:
     """The file of --prompts, read; it is to be written also where a signal ends the server."""
     from .saved import SavedPrompts
+    from .seeing import Seeing
 
     if args.prompts is None:
         return None
     runner: Any = server.engine.runner
+    runner = runner.inner if isinstance(runner, Seeing) else runner
     found = server.engine.worker.call(lambda: SavedPrompts(args.prompts, runner)).result()
     server.engine.worker.call(found.read).result()
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import threading
 from collections import deque
-from collections.abc import Callable, Generator, Iterator
+from collections.abc import Callable, Generator, Iterator, Mapping
 from concurrent.futures import Future
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -44,6 +44,8 @@ class Job:
     seed: int | None
     tell: Callable[[str | Finish | Exception], None]  # called on the engine's thread
     owner: bytes = b""  # whose prompts it may have a beginning in common with
+    # Of a prompt with images: the arguments of generate() that say what it is, input_ids and more.
+    inputs: Mapping[str, Any] = field(default_factory=dict)
     is_cancelled: bool = False
 
 

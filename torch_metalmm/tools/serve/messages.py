@@ -85,23 +85,23 @@ def _translated(message: Object) -> Iterator[Object]:
     content = message.get("content")
     blocks = [{"type": "text", "text": content}] if isinstance(content, str) else content
     told: Object = {"role": message.get("role")}
-    texts, calls = [], []
+    parts, calls = [], []
     for block in objects(blocks, "messages"):
         kind = block.get("type")
         if kind == "tool_result":
-            text = text_of(block.get("content"), ("text",), "messages")
-            yield {"role": "tool", "tool_call_id": block.get("tool_use_id"), "content": text}
+            content = block.get("content")  # a picture of the screen, for one
+            yield {"role": "tool", "tool_call_id": block.get("tool_use_id"), "content": content}
         elif kind == "tool_use":
             function = {"name": block.get("name"), "arguments": block.get("input")}
             calls.append({"id": block.get("id"), "type": "function", "function": function})
         elif kind == "thinking":
             told["reasoning_content"] = str(block.get("thinking"))
         elif kind != "redacted_thinking":
-            texts.append(text_of([block], ("text",), "messages"))
+            parts.append(block)
     if calls:
         told["tool_calls"] = calls
-    if texts or len(told) > 1:
-        yield told | {"content": "\n".join(texts)}
+    if parts or len(told) > 1:
+        yield told | {"content": parts}
 
 
 def refusal(error: ApiError) -> Object:

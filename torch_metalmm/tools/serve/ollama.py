@@ -96,9 +96,9 @@ def _translated(messages: list[Object]) -> Iterator[Object]:
     """Calls get ids, by their places, and results those of their calls, where clients give none."""
     waiting: list[Object] = []  # calls whose results are to come
     for place, message in enumerate(messages):
-        if message.get("images"):
-            raise ApiError(400, "messages: images are not read", "messages", "unsupported")
         told: Object = {"role": message.get("role"), "content": message.get("content", "")}
+        if message.get("images"):
+            told["content"] = [*_parts(message)]
         if message.get("thinking"):
             told["reasoning_content"] = message["thinking"]
         if message.get("tool_calls"):
@@ -113,6 +113,17 @@ def _translated(messages: list[Object]) -> Iterator[Object]:
             told["tool_call_id"] = own or call.get("id")
             told["name"] = name or call.get("function", {}).get("name")
         yield {name: value for name, value in told.items() if value is not None}
+
+
+def _parts(message: Object) -> Iterator[Object]:
+    """The images, which have no places in the text, and the text."""
+    images = message["images"]
+    if not isinstance(images, list) or not all(isinstance(image, str) for image in images):
+        raise ApiError(400, "images: must be a list of images in base64", "messages")
+    for image in images:
+        yield {"type": "image_url", "image_url": f"data:image;base64,{image}"}
+    if message.get("content"):
+        yield {"type": "text", "text": message["content"]}
 
 
 def _calls(given: Any, place: int) -> Iterator[Object]:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import threading
+from collections.abc import Mapping
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 from ..chat.marks import CALL, MARKS, opened_by
@@ -13,7 +15,9 @@ from ..chat.template import Template
 from .calling import Wanted
 from .errors import ApiError
 from .forms import Form, Forms
+from .pictures import content_of, taken_out
 from .schema import Chat, Completion, Generation
+from .sight import Sight
 from .tokens import Tokens
 from .weights import Bias
 
@@ -34,6 +38,7 @@ class Prompt(NamedTuple):
     text: str
     ids: list[int]
     room: int  # tokens that may follow
+    inputs: Mapping[str, Any] = MappingProxyType({})  # of images, as Job has them
 
 
 class Prompts:
@@ -48,9 +53,11 @@ class Prompts:
         most: int | None,
         tokens: Tokens | None = None,
         forms: Forms | None = None,
+        sight: Sight | None = None,
     ) -> None:
         """context: tokens of prompt and answer, None: the model's. most: new tokens. tokens: those
-        of the same model that others read texts with. forms: None: answers have any."""
+        of the same model that others read texts with. forms: None: answers have any. sight: what
+        reads images, None: nothing does."""
         self._tokenizer, self._template = tokenizer, template
         self.tokens = tokens or Tokens(model, tokenizer)
         own = context_of(model)
@@ -58,6 +65,7 @@ class Prompts:
         self._most = most
         self._hidden = hidden_tokens(tokenizer)
         self._forms = forms
+        self._sight = Sight(None, "the server reads none") if sight is None else sight
         self._lock = threading.Lock()
 
     def form(self, wanted: Wanted | None, prompt: str, ids: list[int]) -> Form | None:
@@ -71,8 +79,8 @@ class Prompts:
 
     def of_chat(self, request: Chat) -> Prompt:
         """ApiError 400: the messages are malformed, or the template refuses them."""
-        messages = [_message(message) for message in request.messages]
-        calls = request.calls
+        messages, urls = taken_out([_message(message) for message in request.messages])
+        images, calls = self._sight.images(urls), request.calls
         with self._lock:
             try:
                 if not self._template.use(self._tokenizer, calls.tools):
@@ -84,7 +92,12 @@ class Prompts:
             except (ValueError, OSError) as error:
                 raise ApiError(400, str(error), "messages") from None
         ids = self._ids(text, "messages", add_special_tokens=False)
-        return Prompt(text, ids, self._room(ids, request.most(), "messages"))
+        inputs: dict[str, Any] = {}
+        if images:
+            with self._lock:
+                inputs = self._sight.read(text, images)
+            ids = self.tokens.checked(inputs["input_ids"][0].tolist(), "messages")
+        return Prompt(text, ids, self._room(ids, request.most(), "messages"), inputs)
 
     def of_completion(self, request: Completion) -> list[Prompt]:
         found = []
@@ -154,21 +167,10 @@ def _message(given: dict[str, Any]) -> dict[str, Any]:
         raise ApiError(400, message, "messages")
     found = {key: value for key, value in given.items() if value is not None}
     found["role"] = "system" if role == "developer" else role
-    found["content"] = _text(given.get("content"))
+    found["content"] = content_of(given.get("content"), ("text",), "messages")
     if "tool_calls" in found:
         found["tool_calls"] = _calls(found["tool_calls"])
     return found
-
-
-def _text(content: Any) -> str:
-    if content is None or isinstance(content, str):
-        return content or ""
-    if isinstance(content, list):
-        texts = [part.get("text") for part in content if isinstance(part, dict)]
-        if len(texts) == len(content) and all(isinstance(text, str) for text in texts):
-            return "\n".join(map(str, texts))
-    message = "messages: content must be a text, or a list of parts of type text"
-    raise ApiError(400, message, "messages")
 
 
 def _calls(calls: Any) -> list[dict[str, Any]]:

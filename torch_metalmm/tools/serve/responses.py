@@ -10,6 +10,7 @@ from typing import Any, Literal
 from ..chat.marks import TEXT
 from .blocks import BlockReply, functions_of, new_id, objects, text_of
 from .errors import ApiError
+from .pictures import content_of
 from .replies import ChatReply, Object, event
 from .schema import Chat, Request, StreamOptions
 
@@ -82,11 +83,11 @@ def _add(messages: list[Object], item: Object) -> None:
     """What an assistant thinks, says and calls in a row is one message."""
     kind, role = item.get("type", "message"), item.get("role")
     if kind == "function_call_output":
-        text = text_of(item.get("output"), _TEXTS, "input")
-        messages.append({"role": "tool", "tool_call_id": item.get("call_id"), "content": text})
+        content = content_of(item.get("output"), _TEXTS, "input")
+        messages.append({"role": "tool", "tool_call_id": item.get("call_id"), "content": content})
     elif kind == "message" and role != "assistant":
-        text = text_of(item.get("content"), _TEXTS, "input")
-        messages.append({"role": role, "content": text})
+        content = content_of(item.get("content"), _TEXTS, "input")
+        messages.append({"role": role, "content": content})
     elif kind in ("message", "function_call", "reasoning"):
         if not messages or messages[-1]["role"] != "assistant":
             messages.append({"role": "assistant", "content": ""})

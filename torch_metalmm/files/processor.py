@@ -1,0 +1,29 @@
+"""What a model folder has for inputs beside texts: transformers' processor of images."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from .blame import blaming
+
+_FILES = ("preprocessor_config.json", "processor_config.json", "video_preprocessor_config.json")
+
+
+def processor_files(folder: Path) -> dict[str, Path]:
+    """{name: file} of those that the folder has."""
+    return {name: folder / name for name in _FILES if (folder / name).is_file()}
+
+
+def read_processor(folder: Path) -> Any:
+    """The processor, None if the folder has none. No code of the folder is run.
+
+    ValueError: transformers makes none of its files. ImportError names the package that it needs.
+    """
+    import transformers
+
+    kind: Any = transformers.AutoProcessor
+    if not processor_files(folder):
+        return None
+    with blaming(folder, "transformers makes no processor of its files"):
+        return kind.from_pretrained(folder, trust_remote_code=False, local_files_only=True)
