@@ -55,8 +55,12 @@ class Seeing:
             self._over().tell(error)
 
     def step(self) -> None:
-        if self.inner.is_busy():
-            self.inner.step()
+        try:
+            if self.inner.is_busy():
+                self.inner.step()
+        except Exception as error:  # of the other answers
+            _LOG.error("a step failed", exc_info=error)
+            self.inner.fail(error)
         if not self._jobs:
             return
         try:

@@ -24,7 +24,7 @@ class Writing:
         options = job.options
         if options.repeat_penalty is None:  # as generate() does
             options = replace(options, repeat_penalty=model.generation_config.repetition_penalty)
-        self._chooser = Chooser(options, job.seed, model.device)
+        self.chooser = Chooser(options, job.seed, model.device)
         self._ends = end_tokens(model)
 
     def left(self) -> int:
@@ -34,7 +34,7 @@ class Writing:
     def choose(self, logits: Tensor) -> str:
         """Choose the next token from logits [1, vocabulary]; how the answer ends, "" if it does
         not."""
-        token = self._chooser.choose(logits, self.tokens)
+        token = self.chooser.choose(logits, self.tokens)
         self.tokens.append(token)
         self.stream.put(torch.tensor([token]))
         if token in self._ends or self.stream.stops.found:
