@@ -19,7 +19,7 @@ import tempfile
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from .kernels import Shader
+from .kernels import METAL, Shader
 from .repair import edits_of_errors
 from .rules import check_rules
 from .source import Kernel, MetalSyntaxError, Reader, Source
@@ -51,6 +51,8 @@ _CODE += ["-fno-threadsafe-statics", "-fno-stack-protector", "-gline-tables-only
 # that is larger than the memory below the stacks (worker.h).
 _CODE += ["-finstrument-function-entry-bare", "-Wno-everything"]
 _CODE += [f"-Wframe-larger-than={1 << 20}", "-Werror=frame-larger-than"]
+# The search for the places of variables, a tenth of a compilation, of which no debugger asks.
+_CODE += ["-mllvm", "-experimental-debug-variable-locations=false"]
 _CODE += ["-fno-plt"]  # a stub of the linker has no line, and belongs to no section of ours
 # What a checked library calls before each access, and where an alignment or an index is wrong.
 _CHECKS = ["-DMM_CHECKED", "-fsanitize=kernel-address"]
@@ -346,17 +348,31 @@ def build_text(
 
 def build_shader(shader: Shader, checked: bool) -> Path:
     """The library of a shader of metal/, which keeps the rules and is compiled as it is."""
-    name = shader.file.name
-    expanded = preprocess(shader.text, name, [])
-    moved = expanded.replace(f"{ROOT}/", "")  # line markers name this checkout
-    library = CACHE / digest(_tool_digest(), moved, str(checked), _scripts()) / "library.so"
+    name, text = shader.file.name, shader.text
+    moved = text.replace(f"{ROOT}/", "")  # a library serves every checkout
+    known = CACHE / "known" / digest(_tree_digest(), moved, str(checked))
+    library = CACHE / (known.read_text() if known.exists() else "none") / "library.so"
+    if library.exists():
+        return library
     _keeps_rules(shader.file)
+    expanded = preprocess(text, name, [])
+    source = Reader(unmark(expanded, name)[0]).read()
+    before, behind = prefix(source.constants, translated=False), tables(source, checked)
+    key = digest(_tool_digest(), expanded.replace(f"{ROOT}/", ""), before, behind)
+    library = CACHE / key / "library.so"
     with _missing(library) as missing:
         if missing:
-            source = Reader(unmark(expanded, name)[0]).read()
-            text = prefix(source.constants, translated=False) + shader.text
-            _link(library, text + tables(source, checked), checked)
+            _link(library, before + text + behind, checked)
+    known.parent.mkdir(exist_ok=True)
+    known.write_text(key)
     return library
+
+
+@functools.cache
+def _tree_digest() -> str:
+    """Of all files that may make a shader: where none has changed, nothing is preprocessed."""
+    files = sorted(p for p in METAL.rglob("*") if p.is_file())
+    return digest(_tool_digest(), _scripts(), *(str(f.relative_to(METAL)) for f in files), *files)
 
 
 @functools.cache
