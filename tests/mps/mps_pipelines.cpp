@@ -11,9 +11,9 @@
 #include <vector>
 
 #include "mps/decisions/commits.h"
+#include "mps/decisions/residency.h"
 #include "mps/facts.h"
 #include "mps/pipelines.h"
-#include "mps/decisions/residency.h"
 
 using namespace metalmm;
 using namespace metalmm::mps;
@@ -21,8 +21,8 @@ using namespace metalmm::mps;
 namespace {
 
 struct Script {
-  bool has_archive = false, archive_works = true, compiles = true, has_function = true;
-  bool makes_pipeline = true;
+  bool has_archive = false, archive_works = true, has_function = true, makes_pipeline = true;
+  int fails_to_compile = 0;  // times
   uint32_t max_threads = 1024, simd_width = 32;
   std::function<void()> while_compiling = [] {};
 
@@ -53,7 +53,7 @@ class Device {
     std::lock_guard<std::mutex> lock(s_->mutex);
     s_->source = source;
     *log = "metal/a.h:3:1: error: no";
-    return s_->compiles ? std::make_shared<std::string>("source") : nullptr;
+    return s_->fails_to_compile-- > 0 ? nullptr : std::make_shared<std::string>("source");
   }
   Function function(Library library, const Pass& pass, std::string* log) {
     s_->count(s_->functions);
@@ -159,16 +159,31 @@ void overlap(Script& s) {
   print(s);
 }
 
-// The passes of `kernels`, with what `change` does to the script after each.
-void sequence(
-    Script& s, const std::vector<std::string>& kernels,
-    const std::function<void(Script&)>& change = [](Script&) {}) {
+// A sequence of passes on a device that `set` has changed.
+struct Sequence {
+  const char* name;
+  void (*set)(Script&);
+  std::vector<std::string> kernels;
+};
+
+const Sequence kSequences[] = {
+    {"source", [](Script&) {}, {kGemv}},
+    {"archive", [](Script& s) { s.has_archive = true; }, {kGemv, kGemm}},
+    {"old_archive", [](Script& s) { s.has_archive = true, s.archive_works = false; }, {kGemv}},
+    {"log", [](Script& s) { s.fails_to_compile = 1; }, {kGemv, kGemv}},
+    {"no_function", [](Script& s) { s.has_function = false; }, {kGemv}},
+    {"no_pipeline", [](Script& s) { s.makes_pipeline = false; }, {kGemv}},
+    {"max_threads", [](Script& s) { s.max_threads = 96; }, {kGemv}},
+    {"simd_width", [](Script& s) { s.simd_width = 16; }, {kGemv}},
+    {"no_kernel", [](Script&) {}, {"gemv_q4_0"}},
+};
+
+void run(const Sequence& sequence, Script& s) {
+  sequence.set(s);
   Pipelines<Device> pipelines{Device(&s)};
-  for (const std::string& kernel : kernels) {
-    attempt(pipelines, pass_of(kernel));
-    change(s);
-  }
+  for (const std::string& kernel : sequence.kernels) attempt(pipelines, pass_of(kernel));
   print(s);
+  if (!strcmp(sequence.name, "source")) printf("%s", s.source.c_str());
 }
 
 // Two streams in turn, passes of 1, 2 and 7; then four threads with a stream each and one in
@@ -270,42 +285,11 @@ int main(int, char** argv) {
   if (scenario == "keys") keys(s);
   if (scenario == "threads") threads(s);
   if (scenario == "overlap") overlap(s);
-  if (scenario == "source") {
-    sequence(s, {kGemv});
-    printf("%s", s.source.c_str());
-  }
-  if (scenario == "archive") {
-    s.has_archive = true;
-    sequence(s, {kGemv, kGemm});
-  }
-  if (scenario == "old_archive") {
-    s.has_archive = true;
-    s.archive_works = false;
-    sequence(s, {kGemv});
-  }
-  if (scenario == "log") {
-    s.compiles = false;
-    sequence(s, {kGemv, kGemv}, [](Script& script) { script.compiles = true; });
-  }
-  if (scenario == "no_function") {
-    s.has_function = false;
-    sequence(s, {kGemv});
-  }
-  if (scenario == "no_pipeline") {
-    s.makes_pipeline = false;
-    sequence(s, {kGemv});
-  }
-  if (scenario == "max_threads") {
-    s.max_threads = 96;
-    sequence(s, {kGemv});
-  }
-  if (scenario == "simd_width") {
-    s.simd_width = 16;
-    sequence(s, {kGemv});
-  }
   if (scenario == "commits") commits();
   if (scenario == "residency") residency();
-  if (scenario == "no_kernel") sequence(s, {"gemv_q4_0"});
+  for (const Sequence& sequence : kSequences) {
+    if (scenario == sequence.name) run(sequence, s);
+  }
   if (scenario == "facts") {
     supported({"Apple M4 Max", 9, 32, 32768, 1024, 15});
     supported({"Apple M2", 8, 0, 0, 0, 14});

@@ -6,9 +6,10 @@ from typing import Any
 
 import pytest
 import torch
+from recorder import recorded
 from torch import Tensor, nn
 
-from torch_metalmm import _C, QuantLinear
+from torch_metalmm import QuantLinear
 from torch_metalmm.tools import kernels
 
 
@@ -35,13 +36,11 @@ def pipelines(calls: list[Any], name: str) -> list[tuple[str, ...]]:
 def test_prompts_of_16_tokens_and_more_find_their_kernels() -> None:
     """Each is compiled once, and before anything is encoded."""
     model = Model()
-    _C.install_recorder("m1-max")
-    try:
+    with recorded("m1-max") as recording:
         count = kernels._compiled(model, torch.device("cpu"), progress=False)
         for length in (1, *range(16, 200, 7), 1024):
             model(torch.zeros(1, length, dtype=torch.int64))
-    finally:
-        calls = [call for call in _C.remove_recorder() if call[0] in ("compile", "set_pipeline")]
+    calls = [call for call in recording if call[0] in ("compile", "set_pipeline")]
     compiled, used = pipelines(calls, "compile"), pipelines(calls, "set_pipeline")
     assert [call[0] for call in calls[:count]] == ["compile"] * count
     assert len(compiled) == len(set(compiled)) == count > 0

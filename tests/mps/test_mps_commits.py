@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from places import ROOT
+from recorder import recorded
 
 from torch_metalmm import _C
 
@@ -15,19 +16,20 @@ ops = torch.ops.metalmm
 VARIABLE = "METALMM_COMMIT_EVERY"
 
 
-def recorded(*tokens: int, pause: int = 0) -> list[str]:
+def commits_of(*tokens: int, pause: int = 0) -> list[str]:
     """The names of the encoder calls that end or commit a pass: of so many linears, a pause of so
     many microseconds, so many linears, ..."""
     x, w = torch.ones(1, 32), torch.ones(2, 32)
-    _C.install_recorder()
-    try:
+    with recorded() as calls:
         for i, count in enumerate(tokens):
             if i:
                 _C.recorder_waits(pause)
             for _ in range(count):
                 ops.linear(x, w, None, "f32")
-    finally:
-        calls: list[Any] = _C.remove_recorder()
+    return ends(calls)
+
+
+def ends(calls: list[Any]) -> list[str]:
     return [call[0] for call in calls if call[0] in ("dispatch", "commit")]
 
 
@@ -42,24 +44,21 @@ def test_every_n_passes(every: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """The GPU has work after n passes, not after the last."""
     monkeypatch.setenv(VARIABLE, str(every))
     period = [*["dispatch"] * every, "commit"]
-    assert recorded(2 * every + every // 2) == [*period, *period, *["dispatch"] * (every // 2)]
+    assert commits_of(2 * every + every // 2) == [*period, *period, *["dispatch"] * (every // 2)]
 
 
 def test_a_plan_of_two_passes_is_not_torn(monkeypatch: pytest.MonkeyPatch) -> None:
     """Split-K's sums and what adds them are committed together."""
     monkeypatch.setenv(VARIABLE, "1")
     x, w = torch.ones(1, 65536), torch.ones(4, 65536)
-    _C.install_recorder("m4-max")
-    try:
+    with recorded("m4-max") as calls:
         ops.linear(x, w, None, "f32")
-    finally:
-        calls = [call[0] for call in _C.remove_recorder()]
-    assert [c for c in calls if c in ("dispatch", "commit")] == ["dispatch", "dispatch", "commit"]
+    assert ends(calls) == ["dispatch", "dispatch", "commit"]
 
 
 def test_zero_leaves_it_to_torch(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(VARIABLE, "0")
-    assert recorded(100) == ["dispatch"] * 100
+    assert commits_of(100) == ["dispatch"] * 100
 
 
 @pytest.mark.parametrize("text", [None, ""])
@@ -77,9 +76,9 @@ def test_groups_grow_until_somebody_waits(
     grown = [first * 2**i for i in range(9) if first * 2**i < most] + [most] * 9
     left = 200 - sum(grown[:5])
     assert 0 < left < most
-    assert groups(recorded(200)) == grown[:5]
-    assert groups(recorded(200, 100, pause=pause + 100)) == [*grown[:5], left + 1, 2 * first, 32]
-    assert groups(recorded(200, 100, pause=pause - 50)) == [*grown[:5], most]
+    assert groups(commits_of(200)) == grown[:5]
+    assert groups(commits_of(200, 100, pause=pause + 100)) == [*grown[:5], left + 1, 2 * first, 32]
+    assert groups(commits_of(200, 100, pause=pause - 50)) == [*grown[:5], most]
 
 
 @pytest.mark.parametrize("text", ["-1", "x", " 3", "3.0", "1000001", "99999999999999999999", "0x3"])

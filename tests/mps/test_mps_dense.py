@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Any
 
 import pytest
 import torch
+from recorder import buffers_of, passes_of, recorded
 from shaders import SLOTS, args_of
 
 from torch_metalmm import _C, formats
@@ -16,33 +15,13 @@ ops = torch.ops.metalmm
 NAME = "q4_0"
 
 
-@contextmanager
-def recorded(chip: str) -> Iterator[list[list[Any]]]:
-    """The list has, at the end, the encoder calls of each pass."""
-    passes: list[list[Any]] = [[]]
-    _C.install_recorder(chip)
-    try:
-        yield passes
-    finally:
-        for call in _C.remove_recorder():
-            if call[0] != "commit":
-                passes[-1].append(call)
-            if call[0] == "dispatch":
-                passes.append([])
-        assert passes.pop() == []
-
-
-def buffers_of(calls: list[Any]) -> dict[str, list[int]]:
-    return {SLOTS[slot]: rest for name, slot, *rest in calls if name == "set_buffer"}
-
-
 def weight(n: int, k: int) -> torch.Tensor:
     """W [n, k] that begins behind a row of its table."""
     return torch.zeros(n + 1, formats.get(NAME).row_bytes(k), dtype=torch.uint8)[1:]
 
 
-def kernels(passes: list[list[Any]]) -> list[str]:
-    return [calls[0][1] for calls in passes]
+def kernels(calls: list[Any]) -> list[str]:
+    return [call[1] for call in calls if call[0] == "set_pipeline"]
 
 
 @pytest.mark.parametrize("bias", [True, False])
@@ -50,8 +29,9 @@ def test_panels(bias: bool) -> None:
     """As planned: each pass reads the next rows of W and writes the same panel."""
     n, k = 16400, 4096
     x, w, b = torch.zeros(3, k).half(), weight(n, k), torch.zeros(n).half()
-    with recorded("m1") as passes:
+    with recorded("m1") as recording:
         y = ops.linear(x, w, b if bias else None, NAME, "dense")
+    passes = passes_of(recording)
     assert y.shape == (3, n) and y.is_contiguous()
     alignment = min((w.data_ptr() | 16) & -(w.data_ptr() | 16), 16)
     plan = _C.plan(
@@ -97,9 +77,12 @@ def test_what_takes_the_choice_of_linear() -> None:
     }
     for op, call in calls.items():
         for chip in ("m5-max", "m4-max"):
-            with recorded(chip) as passes:
+            with recorded(chip) as recording:
                 call()
-            assert (kernels(passes) == wanted[op]) == (chip == "m5-max"), (op, kernels(passes))
+            assert (kernels(recording) == wanted[op]) == (chip == "m5-max"), (
+                op,
+                kernels(recording),
+            )
 
 
 def test_gate_and_up_that_torch_has_rounded_are_read_as_they_lie() -> None:
@@ -111,9 +94,9 @@ def test_gate_and_up_that_torch_has_rounded_are_read_as_they_lie() -> None:
         ("m5-max", halves, "f16", 2),
         ("m4-max", packed, NAME, 4),
     ):
-        with recorded(chip) as passes:
+        with recorded(chip) as recording:
             ops.swiglu(x, packed, up, NAME, name)
-        *_, last = passes
+        *_, last = passes_of(recording)
         plan = _C.plan("act_mul", n=m * n, chip=chip, dtype="f16", rounded=size == 2)
         constants = list(plan["passes"][0]["constants"].values())
         assert last[0] == ("set_pipeline", "act_mul_f16", constants)
@@ -122,9 +105,9 @@ def test_gate_and_up_that_torch_has_rounded_are_read_as_they_lie() -> None:
 
 def test_nothing_is_decoded_of_rows_of_the_dtype_of_x() -> None:
     x, w = torch.ones(5, 32).half(), torch.full((7, 40), 2.0).half()[:, 3:35]
-    with recorded("m1") as passes:
+    with recorded("m1") as recording:
         y = ops.linear(x, w, None, "f16", "dense")
-    assert passes == [] and torch.equal(y, torch.full((5, 7), 64.0).half())
+    assert recording == [] and torch.equal(y, torch.full((5, 7), 64.0).half())
 
 
 def test_attention_from_so_many_queries_is_torchs(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -132,9 +115,9 @@ def test_attention_from_so_many_queries_is_torchs(monkeypatch: pytest.MonkeyPatc
     q, rows = torch.zeros(1, 2, 20, 64).half(), torch.zeros(1, 1, 20, 68, dtype=torch.uint8)
 
     def taken(queries: int) -> bool:
-        with recorded("m4-max") as passes:
+        with recorded("m4-max") as recording:
             ops.attention(q[:, :, -queries:], rows, rows, "q8_0", "q8_0", None)
-        return kernels(passes) == ["dequantize_q8_0_f16"] * 2
+        return kernels(recording) == ["dequantize_q8_0_f16"] * 2
 
     for asked, wanted in (("", (False, False)), ("0", (False, False)), ("17", (False, True))):
         monkeypatch.setenv("METALMM_SDPA_FROM", asked)
