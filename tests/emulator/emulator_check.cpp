@@ -2,6 +2,7 @@
 //   emulator_check LIBRARY KERNEL...
 // prints for each kernel the sum of its results, or what the emulator reports.
 #include <cstdio>
+#include <cstring>
 #include <stdexcept>
 #include <vector>
 
@@ -30,7 +31,7 @@ int main(int count, char** arguments) {
       EmulatorOptions options;
       options.descending = descending;
       options.workers = 3;
-      options.seconds = 2;
+      options.seconds = strcmp(arguments[i], "endless") ? 60 : 1;
       Plan plan;
       plan.passes = {pass, pass};
       try {

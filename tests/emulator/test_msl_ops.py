@@ -4,45 +4,14 @@ from __future__ import annotations
 
 import pytest
 import torch
-from inputs import activations
+from inputs import activations, random_weight
 from oracle import Value, check
 
-from torch_metalmm import _C, formats
+from torch_metalmm import _C
 from torch_metalmm.testing import MetalSource, emulated
 
 ops = torch.ops.metalmm
 N, K = 37, 256
-
-
-def integers(*shape: int, seed: int) -> torch.Tensor:
-    """Small integers: sums of products are exact in every order."""
-    return torch.randint(-3, 4, shape, generator=torch.Generator().manual_seed(seed)).float()
-
-
-def packed(name: str, seed: int = 0) -> torch.Tensor:
-    return formats.get(name).quantize(integers(N, K, seed=seed))
-
-
-def test_a_strategy_is_forced_and_the_native_ops_come_back() -> None:
-    w, x = packed("q4_k"), integers(4, K, seed=1)
-    want = ops.linear(x, w, None, "q4_k")
-    with emulated():
-        for strategy in ("gemm", "gemm_tiled", "gemv_batched", "gemm_naive"):
-            y = ops.linear(x, w, None, "q4_k", strategy)
-            assert torch.allclose(y, want, rtol=1e-5, atol=1e-3)
-        with pytest.raises(ValueError, match="gemm_small"):
-            ops.linear(x, w, None, "q4_k", "nonsense")
-    with pytest.raises(ValueError, match="gemm_small"):
-        ops.linear(x, w, None, "q4_k", "gemm_small")
-    assert torch.equal(ops.linear(x, w, None, "q4_k"), want)
-
-
-def test_split_k_uses_the_workspace() -> None:
-    w = formats.get("q4_k").quantize(integers(N, 2048, seed=3))
-    x = integers(1, 2048, seed=1)
-    with emulated(checked=True, chip="m4-max", cores=40):
-        y = ops.linear(x, w, None, "q4_k", "split_reduce")
-    assert torch.allclose(y, ops.linear(x, w, None, "q4_k"), rtol=1e-5, atol=1e-2)
 
 
 def test_split_k_of_swiglu() -> None:
@@ -83,10 +52,10 @@ kernel void dequantize_q8_0_f32(device float* y [[buffer(2)]],
     with emulated(checked=True):
         _C.load_emulated(str(faulty.library.path))
         with pytest.raises(RuntimeError, match=FAULTS[statement]) as caught:
-            ops.dequantize(packed("q8_0"), "q8_0", dtype=torch.float32)
+            ops.dequantize(random_weight("q8_0", N, K), "q8_0", dtype=torch.float32)
     assert "[dequantize_q8_0_f32, threadgroup (0, 0, 0), simdgroup " in str(caught.value)
     with emulated(checked=True):  # the real one again
-        assert ops.dequantize(packed("q8_0"), "q8_0").shape == (N, K)
+        assert ops.dequantize(random_weight("q8_0", N, K), "q8_0").shape == (N, K)
 
 
 @pytest.mark.parametrize(
