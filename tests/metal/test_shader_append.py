@@ -36,7 +36,7 @@ def hard_blocks() -> Tensor:
     low[:, 9], high[:, 40] = -5.0, 5.0
     scales = torch.randn(64, DIM, generator=generator("scales"))
     scales *= 2.0 ** torch.arange(-48, 16)[:, None]
-    random = torch.randn(512, DIM, generator=generator("random"))
+    random = torch.randn(128, DIM, generator=generator("random"))
     return torch.cat([few, edges, signs, zeros, single, low, high, scales, random, random.exp()])
 
 

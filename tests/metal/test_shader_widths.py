@@ -54,9 +54,9 @@ def run(kernel: str, name: str, packed: Tensor, x: Tensor, offset: int, gap: int
 @pytest.mark.parametrize("kernel", KERNELS)
 @pytest.mark.parametrize("name", HALVES)
 def test_every_width_gives_the_same_bits(name: str, kernel: str) -> None:
-    """One to eight blocks a row, rows at every distance: as where the width is 2 bytes."""
+    """Few and many blocks a row, rows at every distance: as where the width is 2 bytes."""
     block, widths = formats.get(name).block_values, set()
-    for i, blocks in enumerate((1, 2, 3, 4, 6, 8)):
+    for i, blocks in enumerate((2, 3, 8)):  # whose rows are multiples of 4, 2 and 8
         packed, dtype = random_weight(name, 3, blocks * block), DTYPES[(i + 1) % 3]
         if kernel != "dequantize":
             dtype = compiled_dtype(name, kernel)

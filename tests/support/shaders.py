@@ -11,8 +11,6 @@ import struct
 from typing import Any
 
 import torch
-from backends import compiled_dtype
-from oracle import FORMATS
 from torch import Tensor
 
 from torch_metalmm import _C
@@ -31,12 +29,6 @@ def memory_of(rows: Tensor, gap: int = 0, offset: int = 0) -> Tensor:
     memory = torch.full((size,), fill, dtype=rows.dtype)
     memory.as_strided((m, k), (k + gap, 1), offset).copy_(rows)
     return memory[offset:]
-
-
-def dtype_of(name: str, kernel: str, takes_turns: bool) -> torch.dtype:
-    """Of x for a format: each has its turn, or that which most tests compile."""
-    turn = list(NAMES)[FORMATS.index(name) % len(NAMES)]
-    return turn if takes_turns else compiled_dtype(name, kernel)
 
 
 def alignment_of(memory: Tensor) -> int:
