@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import importlib.util
 import re
+import sys
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import pytest
@@ -16,6 +15,8 @@ pytest.importorskip("nbclient")
 nbformat: Any = pytest.importorskip("nbformat")
 pytest.importorskip("matplotlib")
 
+sys.path.insert(0, str(ROOT / "docs"))
+import hooks  # noqa: E402
 from run_notebook import digest, executed, read, texts, words  # noqa: E402
 
 # A path from the root of a file system, of two folders or more, or a home.
@@ -24,19 +25,6 @@ MACHINE = re.compile(r"(?<![\w.:/])/(?:[\w.-]+/)+[\w.-]+|\b[A-Z]:\\|~/|site-pack
 
 def of_code(notebook: Any) -> list[Any]:
     return [cell for cell in notebook.cells if cell.cell_type == "code"]
-
-
-def small(*sources: str) -> Any:
-    return nbformat.v4.new_notebook(cells=[nbformat.v4.new_code_cell(text) for text in sources])
-
-
-@pytest.fixture(scope="module")
-def hooks() -> ModuleType:
-    spec = importlib.util.spec_from_file_location("site_hooks", ROOT / "docs" / "hooks.py")
-    assert spec and spec.loader
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
 
 
 def test_its_outputs_are_those_of_its_cells(tmp_path: Path) -> None:
@@ -59,30 +47,9 @@ def test_it_does_what_it_is_for() -> None:
 def test_it_tells_nothing_of_a_machine() -> None:
     found = {cell.id: MACHINE.findall("\n".join(texts(cell))) for cell in of_code(read())}
     assert not {name: paths for name, paths in found.items() if paths}
-    for path in ("in /tmp/x/y.py", "~/a", "C:\\b", "'/home/me/a'"):
-        assert MACHINE.search(path), path
-    assert not MACHINE.search("0.3 s/step, a/b/c, 1 / 2, https://a.b/c/d")
 
 
-def test_a_cell_that_raises_or_warns_is_noticed(tmp_path: Path) -> None:
-    from nbclient.exceptions import CellExecutionError
-
-    with pytest.raises(CellExecutionError, match="no such thing"):
-        executed(small("1 + 1", "raise KeyError('no such thing')"), tmp_path)
-    with pytest.raises(ValueError, match="standard error: careful"):
-        executed(small("import sys\nprint('careful', file=sys.stderr)"), tmp_path)
-
-
-def test_a_change_of_its_code_is_noticed() -> None:
-    first = digest(small("a", "b"))
-    assert len({first, digest(small("a", "c")), digest(small("ab")), digest(small("b", "a"))}) == 4
-    note = nbformat.v4.new_markdown_cell("A note changes no output.")
-    notebook = small("a", "b")
-    notebook.cells.insert(1, note)
-    assert digest(notebook) == first
-
-
-def test_its_page_has_its_cells_texts_and_pictures(hooks: ModuleType) -> None:
+def test_its_page_has_its_cells_texts_and_pictures() -> None:
     v4 = nbformat.v4
     cell = v4.new_code_cell("1 + 1")
     cell.outputs = [

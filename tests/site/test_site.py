@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import os
 import re
 import shlex
@@ -16,6 +15,9 @@ from places import ROOT
 import torch_metalmm
 from bench import options
 from torch_metalmm.tools import cli
+
+sys.path.insert(0, str(ROOT / "docs"))
+import hooks  # noqa: E402
 
 PAGES = sorted(
     str(p.relative_to(ROOT))
@@ -89,10 +91,6 @@ def test_commands_of_a_page_are_commands(page: str) -> None:
 
 
 def test_links_and_lists_of_a_page_are_those_of_the_site() -> None:
-    spec = importlib.util.spec_from_file_location("site_hooks", ROOT / "docs" / "hooks.py")
-    assert spec and spec.loader
-    hooks = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(hooks)
     text = (
         "[a](../bench/results.md#tokens) [b](../setup.py) [`setup.py`](../setup.py) [c](#d)\n"
         "[e](guide/start.md) `[f](../setup.py)` [g](gone.md)\n\n    [h](../setup.py)\n"
