@@ -12,26 +12,15 @@ import sys
 import tarfile
 import venv
 from pathlib import Path
-from types import ModuleType
 
 import pytest
 import torch
 from places import ROOT
 
 CMAKE = ROOT / "cmake"
-
-
-def load(name: str) -> ModuleType:
-    """cmake/NAME.py as a module."""
-    spec = importlib.util.spec_from_file_location(name, CMAKE / f"{name}.py")
-    assert spec and spec.loader
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
-check_python = load("check_python")
-torch_version = load("torch_version")
+sys.path.insert(0, str(CMAKE))
+import check_python  # noqa: E402
+import torch_version  # noqa: E402
 
 
 def with_torch(folder: Path, version: str) -> Path:

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
-from pathlib import Path
+from collections.abc import Callable, Iterator
 
 import pytest
+from forked import forked
 from places import ROOT
 
 CALLS = {
@@ -21,39 +20,49 @@ CALLS = {
 }
 SCRIPT = """
 import sys
-for name in {hidden!r}:
-    sys.modules[name] = None
 import torch
-import torch_metalmm
-model = torch_metalmm.quantize_(torch.nn.Sequential(torch.nn.Linear(32, 32)), "q8_0")
-for name, call in {calls!r}.items():
-    try:
-        eval(f"torch_metalmm.{{name}}{{call}}")
-    except ImportError as error:
-        print(name, error)
-    except (OSError, ValueError):
-        pass
-from torch_metalmm.tools.cli import main
-for command in ("generate x --model x", "quantize x --format q8_0 --output y"):
-    main(command.split())
-sys.path.append({root!r})
-import bench.__main__  # of the kernels: it needs none of the extra
+
+def run(hidden, calls, root):
+    sys.modules |= dict.fromkeys(hidden)
+    import torch_metalmm
+    model = torch_metalmm.quantize_(torch.nn.Sequential(torch.nn.Linear(32, 32)), "q8_0")
+    for name, call in calls.items():
+        try:
+            eval(f"torch_metalmm.{name}{call}")
+        except ImportError as error:
+            print(name, error)
+        except (OSError, ValueError):
+            pass
+    from torch_metalmm.tools.cli import main
+    for command in ("generate x --model x", "quantize x --format q8_0 --output y"):
+        main(command.split())
+    sys.path.append(root)
+    import bench.__main__  # of the kernels: it needs none of the extra
 """
+Said = Callable[..., tuple[dict[str, str], list[str]]]
 
 
-def said(tmp_path: Path, *hidden: str) -> tuple[dict[str, str], list[str]]:
-    """({entry point: its message}, messages of the commands) in a process without the packages."""
-    script = SCRIPT.format(hidden=hidden, calls=CALLS, root=str(ROOT))
-    run = subprocess.run(
-        [sys.executable, "-c", script], capture_output=True, text=True, check=True, cwd=tmp_path
-    )
-    lines = [line.partition(" ") for line in run.stdout.splitlines()]
-    errors = [line for line in run.stderr.splitlines() if line.startswith("metalmm: error")]
-    return {name: message for name, _, message in lines}, errors
+@pytest.fixture(scope="module")
+def said(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Said]:
+    """said(*packages): ({entry point: its message}, messages of the commands) without them."""
+    folder = tmp_path_factory.mktemp("extras")
+    with pytest.MonkeyPatch.context() as patch, forked(SCRIPT, {}) as calls:
+        patch.chdir(folder)
+
+        def said(*hidden: str) -> tuple[dict[str, str], list[str]]:
+            file = tmp_path_factory.mktemp("said") / "said"
+            assert calls(file, hidden, CALLS, str(ROOT)) == 0, file.read_text()
+            assert not list(folder.iterdir())
+            lines = file.read_text().splitlines()
+            words = [line.partition(" ") for line in lines]
+            errors = [line for line in lines if line.startswith("metalmm: error")]
+            return {name: text for name, _, text in words if name in CALLS}, errors
+
+        yield said
 
 
-def test_nothing_of_the_extra_is_there(tmp_path: Path) -> None:
-    messages, errors = said(tmp_path, "transformers", "safetensors", "gguf")
+def test_nothing_of_the_extra_is_there(said: Said) -> None:
+    messages, errors = said("transformers", "safetensors", "gguf")
     assert messages.keys() == CALLS.keys()
     for name, message in messages.items():
         assert message.startswith(f"{name} needs ") and "transformers" in message
@@ -61,12 +70,11 @@ def test_nothing_of_the_extra_is_there(tmp_path: Path) -> None:
     assert "gguf and transformers and safetensors: pip install" in messages["load_gguf"]
     assert "'gguf>=" in messages["load_gguf"] and "'transformers>=" in messages["load_packed"]
     assert len(errors) == 2 and all("this command needs gguf and transf" in e for e in errors)
-    assert list(tmp_path.iterdir()) == []
 
 
 @pytest.mark.parametrize("package", ["safetensors", "gguf"])
-def test_one_package_is_missing(package: str, tmp_path: Path) -> None:
-    messages, errors = said(tmp_path, package)
+def test_one_package_is_missing(package: str, said: Said) -> None:
+    messages, errors = said(package)
     assert messages["load_gguf"].startswith(f"load_gguf needs {package}: pip install ")
     assert len(errors) == 2
     if package == "safetensors":

@@ -36,11 +36,12 @@ def test_what_only_prints_imports_no_torch(arguments: list[str]) -> None:
 
 
 @pytest.mark.quick
-@pytest.mark.parametrize("first", ["torch", "torch_metalmm"])
+@pytest.mark.parametrize(
+    "first", ["torch", *(f"torch_metalmm{m}" for m in ("", "._C", ".files.gguf.load", ".ops"))]
+)
 def test_importing_the_package_registers_the_ops(first: str) -> None:
-    """Whichever of the two is imported first."""
-    second = "torch_metalmm" if first == "torch" else "torch"
-    script = f"import {first}, {second}; print(torch.ops.metalmm.linear)"
+    """Whatever is imported first: torch's import registers the ops where another is under way."""
+    script = f"import {first}, torch, torch_metalmm; print(torch.ops.metalmm.linear)"
     assert python("-c", script) == "metalmm.linear\n"
 
 
@@ -66,11 +67,3 @@ except ImportError as error:
     assert python("-c", script).startswith(
         "torch_metalmm.testing: the emulator works in a checkout"
     )
-
-
-@pytest.mark.parametrize("name", ["_C", "files.gguf.load", "ops"])
-def test_a_module_is_imported_first(name: str) -> None:
-    """Before torch, whose import registers the ops while this one is under way."""
-    parent, _, last = f"torch_metalmm.{name}".rpartition(".")
-    script = f"from {parent} import {last}; import torch; torch.ops.metalmm.linear"
-    python("-c", script)
