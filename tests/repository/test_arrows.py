@@ -1,10 +1,11 @@
-"""The rooms of the package and the way that its imports go between them, read from the text."""
+"""The way that imports go between the rooms of the package, in bench and in tests, read from the
+text."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
 
+import pytest
 from imports import cycles, imported
 from places import ROOT
 
@@ -25,28 +26,32 @@ ARROWS: dict[str, set[str]] = {
     "__main__": {"tools"},
     "": {"hf", "files", "models", "nn", "formats", *LEAVES},
 }
-OTHERS = ("tests", "bench")  # what reads the package and is not read by it
 # A link to bench/, for the wheel: its modules are above the package, and one of tools calls them.
 CALLS_BENCH = f"{PACKAGE}.tools.bench"
 
 
-def modules(root: Path) -> dict[str, Path]:
-    """{dotted name: file} of the package."""
+def modules(folder: str) -> dict[str, Path]:
+    """{dotted name: file} of a folder of the repository."""
     found = {}
-    for file in sorted((root / PACKAGE).rglob("*.py")):
-        parts = file.relative_to(root).with_suffix("").parts
+    for file in sorted((ROOT / folder).rglob("*.py")):
+        parts = file.relative_to(ROOT).with_suffix("").parts
         found[".".join(parts[:-1] if parts[-1] == "__init__" else parts)] = file
     return found
 
 
-def imports(name: str, file: Path, known: dict[str, Path]) -> Iterator[str]:
-    """The modules that a file imports: those of the package, else the first part of the name."""
-    parts = name.split(".")
-    package = parts if file.name == "__init__.py" else parts[:-1]
-    ours = {*known, f"{PACKAGE}._C"}
-    for names in imported(file.read_text(), package):
-        target = next((n for n in names if n in ours), names[-1])
-        yield target if target.split(".")[0] == PACKAGE else target.split(".")[0]
+def graph(folder: str) -> dict[str, set[str]]:
+    """{module: what it imports}: modules of the package and of bench, of others the first part."""
+    known = modules(PACKAGE) | modules("bench")
+    arrows = {}
+    for name, file in modules(folder).items():
+        package = name.split(".") if file.name == "__init__.py" else name.split(".")[:-1]
+        targets = set()
+        for names in imported(file.read_text(), package):
+            target = next((n for n in names if n in {*known, f"{PACKAGE}._C"}), names[-1])
+            ours = target in known or target.split(".")[0] == PACKAGE
+            targets.add(target if ours else target.split(".")[0])
+        arrows[name] = targets - {name}
+    return arrows
 
 
 def room(name: str) -> str:
@@ -54,30 +59,31 @@ def room(name: str) -> str:
     return f"{name}.".split(".")[1]
 
 
-def graph(root: Path) -> dict[str, set[str]]:
-    known = modules(root)
-    return {name: set(imports(name, file, known)) - {name} for name, file in known.items()}
-
-
-def problems(root: Path) -> list[str]:
-    """What is wrong with the imports of the package under `root`."""
-    found = []
-    arrows = graph(root)
-    for name, targets in arrows.items():
-        for target in sorted(targets):
-            if target in OTHERS:
-                found.append(f"{name} imports {target}")
-            elif target.split(".")[0] != PACKAGE:
-                continue
-            elif room(target) not in {room(name), *ARROWS.get(room(name), ())}:
-                found.append(f"{name} imports {target}: not from {room(name)} to {room(target)}")
-    found += [f"cycle: {' '.join(cycle)}" for cycle in cycles(arrows)]
-    return found
-
-
 def test_the_arrows_of_the_package() -> None:
-    assert problems(ROOT) == []
-    calling = [name for name, to in graph(ROOT).items() if any(room(t) == "bench" for t in to)]
+    arrows = graph(PACKAGE)
+    wrong = [
+        f"{name} imports {target}: not from {room(name)} to {room(target)}"
+        for name, targets in arrows.items()
+        for target in sorted(targets)
+        if target.split(".")[0] == PACKAGE
+        and room(target) not in {room(name), *ARROWS.get(room(name), ())}
+    ]
+    assert wrong == [] and cycles(arrows) == []
+    calling = [name for name, to in arrows.items() if any(room(t) == "bench" for t in to)]
     assert calling == [CALLS_BENCH]
-    rooms = {room(name) for name in modules(ROOT)}
+    rooms = {room(name) for name in arrows}
     assert rooms == ARROWS.keys() - {"_C"}  # every row of the table is a room that exists
+
+
+def test_the_benchmark_has_no_cycle_of_imports() -> None:
+    arrows = graph("bench")
+    assert "bench.timing" in arrows["bench.devices"]
+    assert cycles(arrows) == []
+
+
+@pytest.mark.parametrize(("folder", "above"), [(PACKAGE, {"bench", "tests"}), ("bench", {"tests"})])
+def test_nothing_imports_what_is_above_it(folder: str, above: set[str]) -> None:
+    """Neither by the folder's name nor, for the tests, by the plain names of their files."""
+    outside = above | {f.stem for f in modules("tests").values()} | {"support"}
+    found = {name: {t.split(".")[0] for t in to} & outside for name, to in graph(folder).items()}
+    assert found and not {name: names for name, names in found.items() if names}

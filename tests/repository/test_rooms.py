@@ -1,4 +1,4 @@
-"""The house: every room is on the map, and imports point one way."""
+"""The house: every room is on the map."""
 
 from __future__ import annotations
 
@@ -8,7 +8,6 @@ from collections import Counter
 from pathlib import Path
 
 import pytest
-from imports import cycles, imported
 from places import ROOT
 
 pytestmark = pytest.mark.quick
@@ -24,21 +23,6 @@ def tracked(*folders: str) -> list[Path]:
     command = ["git", "ls-files", "--", *folders]
     listed = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True).stdout
     return [Path(name) for name in listed.splitlines() if (ROOT / name).exists()]
-
-
-def modules(folder: str) -> list[Path]:
-    return [file for file in tracked(folder) if file.suffix == ".py"]
-
-
-def dotted(file: Path) -> str:
-    """The name that a file of a package is imported by."""
-    return ".".join(file.with_suffix("").parts).removesuffix(".__init__")
-
-
-def names_imported(file: Path) -> set[str]:
-    """Every dotted name that may be a module which the file imports."""
-    means = imported((ROOT / file).read_text(), file.parent.parts)
-    return {name for names in means for name in names}
 
 
 def rooms_of_map(page: str) -> list[str]:
@@ -68,24 +52,6 @@ def test_every_room_is_on_the_map() -> None:
 def test_no_two_tests_have_one_name() -> None:
     """pytest imports tests, and tests import helpers, by the name of the file alone. It takes each
     conftest by its path, and no test imports one."""
-    names = Counter(f.stem for f in modules("tests") if f.stem != "conftest")
+    files = [f for f in tracked("tests") if f.suffix == ".py"]
+    names = Counter(f.stem for f in files if f.stem != "conftest")
     assert names and not [name for name, count in names.items() if count > 1]
-
-
-@pytest.mark.parametrize(
-    ("folder", "above"), [("torch_metalmm", {"bench", "tests"}), ("bench", {"tests"})]
-)
-def test_nothing_imports_what_is_above_it(folder: str, above: set[str]) -> None:
-    """Neither by the folder's name nor, for the tests, by the plain names of their files."""
-    outside = above | {f.stem for f in modules("tests")} | {"support"}
-    found = {
-        str(f): {n.split(".")[0] for n in names_imported(f)} & outside for f in modules(folder)
-    }
-    assert found and not {file: names for file, names in found.items() if names}
-
-
-def test_the_benchmark_has_no_cycle_of_imports() -> None:
-    files = {dotted(file): file for file in modules("bench")}
-    arrows = {name: names_imported(file) & {*files} - {name} for name, file in files.items()}
-    assert "bench.timing" in arrows["bench.devices"]
-    assert cycles(arrows) == []
