@@ -97,10 +97,10 @@ def test_the_page_has_our_tiles() -> None:
 
 def test_wrong_texts(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """An error of one line, and exit code 2."""
-    other = TESTS / "msl" / "metal_foreign" / "tiled.metal"
+    other = TESTS / "msl" / "metal_foreign" / "registers.metal"
     for arguments, message in (
         (["--ggml", str(tmp_path / "none.metal")], "none.metal"),
-        (["--ggml", str(other)], "tiled.metal: has no kernel kernel_mul_mm_f16_f16"),
+        (["--ggml", str(other)], "registers.metal: has no kernel kernel_mul_mm_f16_f16"),
         (["--mlx", str(tmp_path)], "has no mlx/backend/metal/kernels"),
     ):
         assert main(["tiles", *arguments]) == 2

@@ -63,6 +63,7 @@ def kernel_of(i: int, strategy: str) -> str:
 
 KERNELS = [kernel_of(i, s) for i, s in enumerate(STRATEGIES)]
 DECODING = [k for k, s in zip(KERNELS, STRATEGIES, strict=True) if formats_of(s) == codecs()]
+OTHERS = [k for k in KERNELS if k not in DECODING]
 
 
 def test_every_shader_is_there() -> None:
@@ -95,9 +96,9 @@ def test_a_text_has_its_own_format_only(name: str) -> None:
         assert not others & set(re.findall(r"\w+", text))
 
 
-@pytest.mark.parametrize("kernel", KERNELS)
+@pytest.mark.parametrize("kernel", OTHERS)
 def test_words_are_those_of_the_emulator(kernel: str) -> None:
-    """The words keep their order; whole declarations are left out, which other tests compile."""
+    """The words keep their order; whole declarations are left out, which the next one compiles."""
     texts = (_C.metal_source(kernel), original(kernel))
     ours, theirs = (unmark(preprocess(t, kernel, [METAL]), kernel)[0].split() for t in texts)
     rest = iter(theirs)
@@ -143,9 +144,9 @@ def test_all_kernels_and_their_constants() -> None:
     assert tuple(plan["passes"][0]["constants"]) == _C.CONSTANTS
 
 
-@pytest.mark.parametrize("kernel", KERNELS)
+@pytest.mark.parametrize("kernel", OTHERS)
 def test_one_kernel_compiles_alone(kernel: str) -> None:
-    """One kernel of each strategy, by the stand-in; the four of one dtype of elementwise.metal."""
+    """By the stand-in; the four of one dtype of elementwise.metal."""
     library = MetalSource(_C.metal_source(kernel), name=f"{kernel}.metal", checked=False)
     if kernel.startswith("elementwise"):
         dtype = kernel.rsplit("_", 1)[1]
