@@ -9,7 +9,7 @@ from pathlib import Path
 
 import macos_check
 import pytest
-from macos_build import compile_for_macos, is_of_macos, sources
+from macos_build import compile_for_macos, sources
 from macos_check import LIBRARIES, Objects, check, markdown
 from places import ROOT
 
@@ -91,26 +91,6 @@ def test_every_file_of_the_module_is_there(tmp_path: Path) -> None:
         ("int8", *scalar),
     ]
     assert all(file.is_file() for file, _ in found)
-
-
-def test_what_belongs_to_the_system() -> None:
-    for name in (
-        "_malloc",
-        "_dispatch_apply",
-        "__ZNSt3__15mutex4lockEv",
-        "___cxa_throw",
-        "___dynamic_cast",
-        "__ZTTNSt3__119basic_ostringstreamIcNS_11char_traitsIcEENS_9allocatorIcEEEE",
-        "_objc_retain",
-    ):
-        assert is_of_macos(name), name
-    for name in (
-        "__ZN2at6absentEv",
-        "__ZN3c105ErrorD1Ev",
-        "_omp_get_max_threads",
-        "___kmpc_barrier",
-    ):
-        assert not is_of_macos(name), name
 
 
 def test_no_name_that_compilers_mangle_differently() -> None:
