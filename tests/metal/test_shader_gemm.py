@@ -37,19 +37,18 @@ def some_k(name: str) -> int:
     return {1: 291, 32: 288, 64: 320}.get(block, 2 * block)
 
 
-@pytest.mark.every_format(kernel="gemm")
-@pytest.mark.parametrize("kernel", STRATEGIES)
+@pytest.mark.every_format
 @pytest.mark.parametrize("name", FORMATS)
-def test_one_hot_gives_the_weight(name: str, kernel: str) -> None:
+def test_one_hot_gives_the_weight(name: str) -> None:
     """A row of x picks a value of every row of W: the output is W, rounded once to the dtype.
 
     Each place of a block is picked in every other block. For f16, affine4 may round the exact value
-    instead of that of f32: no weight here differs.
+    instead of that of f32: no weight here differs. The other kernels: tests/ops/test_exact.py.
     """
-    k, dtype = some_k(name), compiled_dtype(name, kernel)
+    k, dtype = some_k(name), compiled_dtype(name, "gemm")
     packed, block = random_weight(name, 3, k), formats.get(name).block_values
     at = [i for i in range(k) if (i // block + i) % 2 == 0]
-    y = linear(kernel, name, packed, torch.eye(k, dtype=dtype)[at])
+    y = linear("gemm", name, packed, torch.eye(k, dtype=dtype)[at])
     want = spec(name, packed, k).T[at].to(dtype)
     assert torch.equal(y, want), (dtype, (y != want).nonzero()[:3].tolist())
 

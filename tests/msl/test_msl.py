@@ -7,7 +7,7 @@ import torch
 from msl_kernels import HEAD, LANES, kernel, run
 from torch import Tensor
 
-from torch_metalmm.testing import EmulatorFault, MetalSource
+from torch_metalmm.testing import MetalSource
 
 HALF_INPUTS = torch.arange(65536, dtype=torch.int32).to(torch.uint16)
 
@@ -178,10 +178,3 @@ kernel void k(device uint* y, uint3 at [[thread_position_in_grid]], uint3 n [[th
             i = col % 16 + row % 4 * min(16, 20 - col // 16 * 16)
             want = [col, row, i, i // 32, i % 32, (group + 31) // 32, 32, 0]
             assert y[row, col].tolist() == want
-
-
-def test_a_fault_is_an_exception() -> None:
-    with pytest.raises(
-        EmulatorFault, match="source.metal:4: out of bounds: reads 4 bytes at byte 4"
-    ):
-        run(kernel("y[i] = x[i + 1];"), 1, [torch.zeros(1), torch.zeros(1)], group=1)

@@ -162,6 +162,15 @@ kernel void k(device float* y [[buffer(0)]], constant Buffers& in [[buffer(1)]],
     assert y.tolist() == [12, 6, 22, 3, 3, 1, 12, 6]
 
 
+def test_casts_of_template_types_and_array_parameters() -> None:
+    text = """template <typename U, typename T> U to(T v) { return (U)v; }
+float last(thread float a[2][3]) { return a[1][2]; }
+kernel void k(device float* y [[buffer(0)]], device const half4* h [[buffer(1)]]) {
+  float b[2][3]; b[1][2] = 7; y[0] = last(b); y[1] = to<float4>(h[0]).y; y[2] = (bfloat)h[0].z;
+}"""
+    assert results(text, 3, [torch.arange(4.0).half()]) == [7, 1, 2]
+
+
 def test_members_may_be_read_as_wider_words() -> None:
     """At the alignment that the member is declared with, as blocks of 22 bytes are."""
     text = """struct Block { half d; uchar qh[4]; uchar qs[16]; };
