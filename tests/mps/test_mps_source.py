@@ -16,6 +16,7 @@ from shaders import SLOTS, args_of
 from torch_metalmm import _C, formats
 from torch_metalmm.msl import ptx
 from torch_metalmm.msl.build import preprocess, unmark
+from torch_metalmm.msl.kernels import alone
 from torch_metalmm.msl.source import Reader, Source
 from torch_metalmm.testing import MetalSource
 
@@ -45,14 +46,8 @@ def only(kernel: str) -> str:
     return "".join(f"#define MM_ONLY_{word} {value}\n" for word, value in words.items())
 
 
-def shader_of(kernel: str) -> str:
-    """The name of the .metal file that makes a kernel."""
-    return max((s for s in SHADERS if kernel.startswith(f"{s}_")), key=len)
-
-
-def original(kernel: str) -> str:
-    """The whole shader of a kernel, told to make it alone."""
-    return f'{only(kernel)}#include "{FILES[shader_of(kernel)]}"\n'
+def shader_of(kernel: str) -> flatten.Shader:
+    return SHADERS[alone(kernel).file.stem]
 
 
 def kernel_of(i: int, strategy: str) -> str:
@@ -74,7 +69,7 @@ def test_every_kernel_gets_the_snippets_of_its_format() -> None:
     """What the module holds is what flatten() says, of all kernels."""
     rows = list(STRUCTS)
     for kernel in _C.kernel_names():
-        text = SHADERS[shader_of(kernel)].text(rows.index(format_of(kernel)))
+        text = shader_of(kernel).text(rows.index(format_of(kernel)))
         assert _C.metal_source(kernel) == only(kernel) + text
         assert text.isascii()
         # Grids are lines of numbers, which only their formats have.
@@ -99,7 +94,7 @@ def test_a_text_has_its_own_format_only(name: str) -> None:
 @pytest.mark.parametrize("kernel", OTHERS)
 def test_words_are_those_of_the_emulator(kernel: str) -> None:
     """The words keep their order; whole declarations are left out, which the next one compiles."""
-    texts = (_C.metal_source(kernel), original(kernel))
+    texts = (_C.metal_source(kernel), alone(kernel).text)
     ours, theirs = (unmark(preprocess(t, kernel, [METAL]), kernel)[0].split() for t in texts)
     rest = iter(theirs)
     assert all(word in rest for word in ours)
@@ -108,15 +103,14 @@ def test_words_are_those_of_the_emulator(kernel: str) -> None:
 
 def compiled(kernel: str, text: str) -> str:
     """The PTX of a kernel, of a text that makes it; with the lanes of the whole shader."""
-    whole = preprocess(original(kernel), kernel, [METAL])
+    whole = preprocess(alone(kernel).text, kernel, [METAL])
     return ptx.split(ptx._compile(text, whole, read(text, kernel)))[kernel]
 
 
 @pytest.mark.parametrize("kernel", DECODING)
 def test_code_is_that_of_the_whole_shader(kernel: str) -> None:
     """What is left out makes no difference: the same PTX, of every strategy that decodes."""
-    whole = original(kernel).replace('#include "', f'#include "{METAL}/')
-    assert compiled(kernel, _C.metal_source(kernel)) == compiled(kernel, whole)
+    assert compiled(kernel, _C.metal_source(kernel)) == compiled(kernel, alone(kernel).text)
 
 
 def test_lines_are_those_of_the_files() -> None:
