@@ -67,10 +67,12 @@ def test_every_shader_is_there() -> None:
 
 def test_every_kernel_gets_the_snippets_of_its_format() -> None:
     """What the module holds is what flatten() says, of all kernels."""
-    rows = list(STRUCTS)
+    rows, texts = list(STRUCTS), set()
     for kernel in _C.kernel_names():
         text = shader_of(kernel).text(rows.index(format_of(kernel)))
         assert _C.metal_source(kernel) == only(kernel) + text
+        texts.add(text)
+    for text in texts:  # of kernels of every dtype
         assert text.isascii()
         # Grids are lines of numbers, which only their formats have.
         grid = sum(len(line) for line in text.splitlines() if line.count("0x") > 2)
@@ -115,10 +117,10 @@ def test_code_is_that_of_the_whole_shader(kernel: str) -> None:
 
 def test_lines_are_those_of_the_files() -> None:
     """Each declaration begins with the place of its first line: messages name it."""
-    for shader in SHADERS.values():
-        text = "".join(snippet.text for snippet in shader.snippets)
-        for number, file, line in re.findall(r'^#line (\d+) "(metal/[^"]+)"\n(.*)', text, re.M):
-            assert (ROOT / file).read_text().splitlines()[int(number) - 1] == line
+    text = "".join({part.text for shader in SHADERS.values() for part in shader.snippets})
+    found = re.findall(r'^#line (\d+) "(metal/[^"]+)"\n(.*)', text, re.M)
+    lines = {file: (ROOT / file).read_text().splitlines() for _, file, _ in found}
+    assert found and all(lines[file][int(number) - 1] == line for number, file, line in found)
 
 
 def test_all_kernels_and_their_constants() -> None:
