@@ -4,6 +4,7 @@ form where x has one value."""
 from __future__ import annotations
 
 import platform
+from itertools import cycle
 
 import pytest
 import torch
@@ -57,8 +58,10 @@ def extreme_weight(name: str, k: int, largest: bool) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("keeps", [True, False])
-@pytest.mark.parametrize("kernel", ["gemv", "gemv_batched"])
-@pytest.mark.parametrize("name", [*SUBNORMALS, *CODES, *AFFINE])
+@pytest.mark.parametrize(
+    ("name", "kernel"),
+    zip([*SUBNORMALS, *CODES, *AFFINE], cycle(("gemv", "gemv_batched")), strict=False),
+)
 def test_both_forms(name: str, kernel: str, keeps: bool) -> None:
     """One-hot rows give the weight; products are within the bound of the form."""
     k = 1536
