@@ -53,6 +53,10 @@ FAULTS = {
         "simdgroup_float8x8 m(1), d;\nif (lane != 31)\n simdgroup_multiply(d, m, m);\ny[i] = 0;",
         ("divergent", 6),
     ),
+    "a barrier that a simdgroup does not reach": (
+        f"if (sg == 0) {{\n{BARRIER}\n}}\ny[i] = 1;",
+        ("deadlock", 5),
+    ),
     "a barrier of other memory": (
         "t[i] = x[i];\nthreadgroup_barrier(mem_flags::mem_device);\ny[i] = t[63 - i];",
         ("race", 6),
@@ -69,6 +73,10 @@ FAULTS = {
     "an access of a helper": (
         "simdgroup_float8x8 m;\nsimdgroup_load(m, x, 16);\ny[i] = m.thread_elements()[0];",
         ("out_of_bounds", 5),
+    ),
+    "a table of the program": (
+        "constexpr float a[4] = {1, 2, 3, 4};\ny[i] = a[lane & 7];",
+        ("undefined", 5, 0, 4),
     ),
     "a misaligned buffer": (
         "\ny[i] = ((device const float*)((device const char*)x + 2))[0];",
@@ -103,12 +111,6 @@ def test_inactive_lanes_can_be_allowed() -> None:
     y = torch.zeros(64)
     kernel(body)(1, 64, [torch.zeros(64), y], [256], allow_inactive=True)
     assert torch.equal(y.view(2, 32)[:, :16], torch.full((2, 16), 16.0))
-
-
-def test_barrier_that_one_simdgroup_does_not_reach() -> None:
-    error = fault(f"if (sg == 0) {{\n{BARRIER}\n}}\ny[i] = 1;")
-    assert where(error)[:2] == ("deadlock", 5)
-    assert "has returned" in str(error)
 
 
 def test_barriers_at_two_lines() -> None:
@@ -162,11 +164,6 @@ def test_out_of_bounds(line: str, slot: str) -> None:
     error = fault(f"\n{line}", schedule="ascending")
     assert error.kind == "out_of_bounds" and error.line == 5 and slot in str(error)
     assert (error.simdgroup, error.lane) == ((0, 0) if "int" in line else (1, 31))
-
-
-def test_out_of_bounds_constant_table() -> None:
-    body = "constexpr float a[4] = {1, 2, 3, 4};\ny[i] = a[lane & 7];"
-    assert where(fault(body, group=32, schedule="ascending")) == ("undefined", 5, 0, 4)
 
 
 def test_the_thread_and_threadgroup_are_named() -> None:
