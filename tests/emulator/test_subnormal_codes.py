@@ -60,7 +60,7 @@ def extreme_weight(name: str, k: int, largest: bool) -> torch.Tensor:
 @pytest.mark.parametrize("keeps", [True, False])
 @pytest.mark.parametrize(
     ("name", "kernel"),
-    zip([*SUBNORMALS, *CODES, *AFFINE], cycle(("gemv", "gemv_batched")), strict=False),
+    list(zip([*SUBNORMALS, *CODES, *AFFINE], cycle(("gemv", "gemv_batched")), strict=False)),
 )
 def test_both_forms(name: str, kernel: str, keeps: bool) -> None:
     """One-hot rows give the weight; products are within the bound of the form."""
