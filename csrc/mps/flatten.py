@@ -39,7 +39,8 @@ _WORD = re.compile(r"\w+")
 class Snippet:
     """A declaration, or lines that are always kept: those have no names.
 
-    arguments: of a specialisation. It is needed where those are, if they are declared here.
+    arguments: of a full specialisation. It is needed where those are, if they are declared here; a
+    partial one, whose arguments follow from parameters, where its name is.
     """
 
     text: str
@@ -59,7 +60,8 @@ def _declaration(text: str, code: str) -> Snippet:
     template = _TEMPLATE.match(code)
     code = code[template.end() :] if template else code
     if m := _STRUCT.match(code):
-        arguments = set(_WORD.findall(m[2] or ""))
+        is_partial = template is not None and template[1] != ""
+        arguments = set() if is_partial else set(_WORD.findall(m[2] or ""))
         names = {m[1]}
     elif m := re.match(r"using (\w+) =", code) or _FUNCTION.match(code):
         names = {m[1]}
