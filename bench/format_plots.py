@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 from torch_metalmm import formats
 
 from .machine import ROOT
-from .plots import DOTS_PER_INCH, FIGURE_INCHES
+from .plots import picture
 from .tables import ABSENT, Table, digits, replace_block, to_markdown
 
 if TYPE_CHECKING:
@@ -83,42 +83,31 @@ def of_matrix(name: str, weighed: Rows) -> str:
     return found[0]["perplexity"] if found else ABSENT
 
 
+def bits(name: str) -> float:
+    """Of a weight."""
+    return 8 * formats.get(name).row_bytes(4096) / 4096
+
+
 def table() -> Table:
     """A row for each format that was measured."""
     plain, weighed = quality()
     speed, cpu = h200(), tokens()
-    out = Table(
-        "",
-        [
-            "format",
-            "bits",
-            "MB",
-            "perplexity",
-            "with imatrix",
-            "same top token",
-            "CPU tok/s",
-            "H200 µs",
-        ],
-    )
+    columns = ["format", "bits", "MB", "perplexity", "with imatrix", "same top token"]
+    out = Table("", [*columns, "CPU tok/s", "H200 µs"])
     for label, row in plain.items():
         name = short(label)
         if name not in formats.names():
             continue
         decode = cpu.get(f"metalmm {name}, fuse_", {}).get("decode tok/s", ABSENT)
-        bits = f"{8 * formats.get(name).row_bytes(4096) / 4096:g}"
-        out.rows.append(
-            [
-                f"`{name}`{label.removeprefix(name)}",
-                bits,
-                row["MB"],
-                row["perplexity"],
-                of_matrix(name, weighed),
-                row["same top token"],
-                decode,
-                digits(speed.get(name)),
-            ]
-        )
+        cells = [f"`{name}`{label.removeprefix(name)}", f"{bits(name):g}"]
+        cells += [row["MB"], row["perplexity"], of_matrix(name, weighed), row["same top token"]]
+        out.rows.append([*cells, decode, digits(speed.get(name))])
     return out
+
+
+def marked(name: str) -> tuple[str, str]:
+    """Mark and colour of a format's family."""
+    return ("^", "tab:orange") if name.startswith("affine") else ("o", "tab:blue")
 
 
 def name_point(ax: Axes, plot: str, name: str, at: tuple[float, float]) -> None:
@@ -137,7 +126,7 @@ def draw_quality(ax: Axes) -> None:
         y = float(row["perplexity"])
         if name not in formats.names() or y > MOST_PERPLEXITY:
             continue
-        mark, color = ("^", "tab:orange") if name.startswith("affine") else ("o", "tab:blue")
+        mark, color = marked(name)
         ax.scatter([mb], [y], marker=mark, color=color, s=30)
         name_point(ax, "quality", name, (mb, y))
         better = of_matrix(name, weighed)
@@ -159,10 +148,9 @@ def draw_speed(ax: Axes) -> None:
     for name, us in h200().items():
         if name not in formats.names():
             continue  # torch's own product
-        bits = 8 * formats.get(name).row_bytes(4096) / 4096
-        mark, color = ("^", "tab:orange") if name.startswith("affine") else ("o", "tab:blue")
-        ax.scatter([bits], [us], marker=mark, color=color, s=30)
-        name_point(ax, "speed", name, (bits, us))
+        mark, color = marked(name)
+        ax.scatter([bits(name)], [us], marker=mark, color=color, s=30)
+        name_point(ax, "speed", name, (bits(name), us))
     ax.axhline(h200()["torch.mv"], color="black", linewidth=0.8, linestyle="--")
     ax.set(xlim=(2, 17), xlabel="bits per weight", ylabel="µs", ylim=(0, None))
     ax.set_title("One row of f16 x, W 128256×4096, NVIDIA H200; dashed: torch.mv f16")
@@ -171,19 +159,12 @@ def draw_speed(ax: Axes) -> None:
 
 def write() -> list[Path]:
     """Draws the plots and writes the table of the page; the files."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    import matplotlib.pyplot as plt
-
     written = [PAGE]
     replace_block(PAGE, COMMAND, to_markdown(table()))
     for name, draw in (("format-quality", draw_quality), ("format-speed", draw_speed)):
-        figure, ax = plt.subplots(figsize=FIGURE_INCHES, layout="constrained")
-        draw(ax)
         written.append(PLOTS / f"{name}.png")
-        figure.savefig(written[-1], dpi=DOTS_PER_INCH)
-        plt.close(figure)
+        with picture(written[-1]) as (_, ax):
+            draw(ax)
     return written
 
 

@@ -130,7 +130,6 @@ OPTIONS = {
     "chips.cache": Option("with --tokens: by cache alone, formats as f16,q8_0"),
     "file": Option("JSON lines of a run", Path, positional=True),
     "plot.file": Option("of one machine; the later ones win", Path, nargs="+", positional=True),
-    "baseline": Option("JSON of another run to compare with", Path),
     "output": Option("folder", Path, Path(".")),
     "prefix": Option("of the file names, as h200-", normal=""),
 }
@@ -256,14 +255,12 @@ MEASURES = {
     "roof": Command("roofs.roof", "DRAM read and f32 multiply-add, all candidates", ON_DEVICE),
 }
 PRINTS = {
-    "report": Command("report", "print the tables of a JSON file", "file markdown baseline"),
+    "report": Command("report", "print the tables of a JSON file", "file markdown"),
     "plot": Command("plots", "draw the PNG plots of JSON files", "file output prefix"),
     "plot-formats": Command(
         "format_plots", "table and plots of docs/guide/formats.md, from results.md", ""
     ),
-    "cells": Command(
-        "shaders.cells", "kernels, lines of Metal, issue cycles per weight of gemv", "write"
-    ),
+    "cells": Command("shaders.cells", "issue cycles per weight of gemv", "write"),
     "chips": Command(
         "shaders.token_chips",
         "what the chip model predicts, beside what others measured",

@@ -1,14 +1,12 @@
-"""Records of `python -m bench --json` -> PNG: roofline, GB/s by shape, time against M."""
+"""Records of `python -m bench --json` -> PNG: GB/s by shape, time against M."""
 
 from __future__ import annotations
 
 import argparse
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
-
-from torch_metalmm import _C
-from torch_metalmm.tools.format_table import FAMILIES
 
 from .report import read_records
 
@@ -19,8 +17,6 @@ if TYPE_CHECKING:
 Record = dict[str, Any]
 FIGURE_INCHES = (8.0, 5.0)
 DOTS_PER_INCH = 110  # 880 x 550 pixels: some 60 KB
-MARKERS = {"dense": "s", "blocks": "o", "MLX affine": "^"}
-PEER_MARKER = "x"
 OWN_LINES = ("-", ":", "-.", (0, (1, 4)), (0, (8, 2)))
 
 
@@ -35,16 +31,6 @@ def measured(records: Sequence[Record]) -> list[Record]:
     key = ("kind", "n", "k", "m", "variant")
     cells = [r for r in records if r["kind"] in ("matmul", "sweep") and "us" in r]
     return list({tuple(c[x] for x in key): c for c in cells}.values())
-
-
-def intensity(r: Record) -> float:
-    """Flops per byte of weight, the bytes that `percent_read` counts."""
-    return float(2.0 * r["m"] * r["n"] * r["k"] / r["weight_bytes"])
-
-
-def marker(r: Record) -> str:
-    layouts = {str(f["name"]): str(f["layout"]) for f in _C.formats()}
-    return MARKERS[FAMILIES[layouts[r["format"]]]] if r["format"] else PEER_MARKER
 
 
 def label(r: Record) -> str:
@@ -70,50 +56,6 @@ def styles(cells: Sequence[Record]) -> dict[str, dict[str, Any]]:
     for i, name in enumerate(peers):
         out[name] = {"color": str(0.7 * i / len(peers)), "linestyle": "--"}
     return out
-
-
-def roofline(figure: Figure, ax: Axes, cells: Sequence[Record]) -> None:
-    """GFLOP/s over flops per byte: every format and shape, M as colour, the run's own roofs.
-
-    Cells of a sweep are drawn too; the roofs are those of the other cells.
-    """
-    from matplotlib.colors import LogNorm
-    from matplotlib.lines import Line2D
-
-    norm = LogNorm(1, max(2, *(c["m"] for c in cells)))
-    used = dict.fromkeys(map(marker, cells))
-    for shape in used:
-        some = [c for c in cells if marker(c) == shape]
-        points = ax.scatter(
-            [intensity(c) for c in some],
-            [c["gflops"] for c in some],
-            c=[c["m"] for c in some],
-            marker=shape,
-            norm=norm,
-            s=18,
-        )
-    ms = sorted({c["m"] for c in cells})
-    bar = figure.colorbar(points, ax=ax, label="M")
-    bar.set_ticks(ms if len(ms) <= 10 else ms[:: len(ms) // 8], minor=False)
-    bar.set_ticks([], minor=True)
-    bar.ax.yaxis.set_major_formatter("{x:.0f}")
-    roofed = [c for c in cells if "roof_gbs" in c]  # a sweep measures none
-    read, peak = (
-        sorted(c[f"roof_{k}"] for c in roofed)[len(roofed) // 2] for k in ("gbs", "gflops")
-    )
-    ends = [min(map(intensity, cells)) / 2, max(map(intensity, cells)) * 2]
-    ridge = peak / read
-    xs = sorted({ends[0], min(max(ridge, ends[0]), ends[1]), ends[1]})
-    ax.plot(xs, [min(peak, read * x) for x in xs], color="black", linewidth=1)
-    ax.set(xscale="log", yscale="log", xlabel="flops per byte of W", ylabel="GFLOP/s")
-    ax.set_title(f"Roofs measured in the run: {read:.0f} GB/s read, {peak:.0f} GFLOP/s")
-    names = {v: k for k, v in MARKERS.items()} | {PEER_MARKER: "peers"}
-    ax.legend(
-        handles=[
-            Line2D([], [], color="grey", marker=m, linestyle="", label=names[m]) for m in used
-        ],
-        loc="lower right",
-    )
 
 
 def bandwidth(figure: Figure, ax: Axes, cells: Sequence[Record]) -> None:
@@ -171,12 +113,27 @@ def time_by_m(figure: Figure, ax: Axes, cells: Sequence[Record]) -> None:
 
 
 Draw = Callable[["Figure", "Axes", Sequence[Record]], None]
-# The records a plot draws, in order of preference, and those that are added to them.
-PLOTS: dict[str, tuple[Draw, tuple[str, ...], tuple[str, ...]]] = {
-    "roofline": (roofline, ("matmul",), ("sweep",)),
-    "bandwidth": (bandwidth, ("matmul",), ()),
-    "time": (time_by_m, ("sweep", "matmul"), ()),
+# The records a plot draws, in order of preference.
+PLOTS: dict[str, tuple[Draw, tuple[str, ...]]] = {
+    "bandwidth": (bandwidth, ("matmul",)),
+    "time": (time_by_m, ("sweep", "matmul")),
 }
+
+
+@contextmanager
+def picture(
+    path: Path, size: tuple[float, float] = FIGURE_INCHES, columns: int = 1
+) -> Iterator[tuple[Figure, Any]]:
+    """A figure and its axes, which are written to the path when they are drawn."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+
+    figure, axes = plt.subplots(1, columns, figsize=size, layout="constrained")
+    yield figure, axes
+    figure.savefig(path, dpi=DOTS_PER_INCH)
+    plt.close(figure)
 
 
 def draw(records: Sequence[Record], folder: Path, prefix: str = "") -> list[Path]:
@@ -184,26 +141,18 @@ def draw(records: Sequence[Record], folder: Path, prefix: str = "") -> list[Path
 
     ValueError: nothing was timed, or not on one machine.
     """
-    import matplotlib
-
-    matplotlib.use("Agg")
-    import matplotlib.pyplot as plt
-
     cells = measured(records)
     if not cells:
         raise ValueError("no cell in the records was timed: nothing to plot")
     folder.mkdir(parents=True, exist_ok=True)
     written = []
-    for name, (plot, kinds, also) in PLOTS.items():
+    for name, (plot, kinds) in PLOTS.items():
         shown = next((s for kind in kinds if (s := [c for c in cells if c["kind"] == kind])), None)
         if shown is None:
             continue
-        figure, ax = plt.subplots(figsize=FIGURE_INCHES, layout="constrained")
-        plot(figure, ax, shown + [c for c in cells if c["kind"] in also])
-        path = folder / f"{prefix}{name}.png"
-        figure.savefig(path, dpi=DOTS_PER_INCH)
-        plt.close(figure)
-        written.append(path)
+        written.append(folder / f"{prefix}{name}.png")
+        with picture(written[-1]) as (figure, ax):
+            plot(figure, ax, shown)
     return written
 
 

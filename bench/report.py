@@ -171,20 +171,6 @@ def pivots(records: Sequence[Record], kind: str, over: str) -> list[Table]:
     return tables
 
 
-def baseline_table(records: Sequence[Record], baseline: Sequence[Record]) -> Table:
-    """Time in units of that run's F.linear, against the same of another run: machines drift."""
-    key = ("n", "k", "m", "variant")
-    before = {tuple(r[x] for x in key): r["speedup"] for r in baseline if "speedup" in r}
-    out = Table("vs baseline", ["variant", "W", "M", "vs F.linear", "baseline", "change"])
-    for r in records:
-        old = before.get(tuple(r.get(x) for x in key))
-        if old is not None and "speedup" in r:
-            change = f"{r['speedup'] / old - 1:+.0%}"
-            where = [r["variant"], f"{r['n']}×{r['k']}", str(r["m"])]
-            out.rows.append([*where, times(r["speedup"]), times(old), change])
-    return out
-
-
 # ---- whole models, caches, serve
 
 SYSTEM: Column = ("system", "system", str)
@@ -476,13 +462,11 @@ def run_lines(records: Sequence[Record]) -> list[str]:
     return out
 
 
-def show(records: Sequence[Record], markdown: bool, baseline: Sequence[Record] = ()) -> None:
+def show(records: Sequence[Record], markdown: bool) -> None:
     """Prints everything the records hold: of products summaries as markdown, else every cell."""
     tables = pivots(records, "matmul", "m") if markdown else cell_tables(records, "matmul")
     tables += pivots(records, "sweep", "m") + pivots(records, "overhead", "mode")
     tables += cell_tables(records, *[*CELLS][1:]) + model_tables(records)
-    if baseline:
-        tables.append(baseline_table(records, baseline))
     if markdown:
         print("  \n".join(run_lines(records)), *map(to_markdown, tables), sep="\n\n")
         return
@@ -491,5 +475,4 @@ def show(records: Sequence[Record], markdown: bool, baseline: Sequence[Record] =
 
 
 def print_(args: argparse.Namespace) -> None:
-    before = read_records(args.baseline) if args.baseline else ()
-    show(read_records(args.file), args.markdown, before)
+    show(read_records(args.file), args.markdown)

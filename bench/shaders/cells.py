@@ -1,4 +1,4 @@
-"""Kernel cells, lines of Metal per cell, and what a weight costs in the inner loop of gemv.
+"""What a weight costs in the inner loop of gemv.
 
 The loop is that of the compiled code: clang makes PTX of the text of metal/, with the function
 constants of a specialised pipeline, and ptx.py counts. The cost of a weight is the instructions of
@@ -181,37 +181,6 @@ def measure(pairs: list[tuple[str, str]]) -> dict[tuple[str, str], list[Cell]]:
 # ---- the report
 
 
-def kernel_cells() -> int:
-    """Kernels of metal/: strategy x format x dtype, or x dtype where there is no format."""
-    return len(_C.kernel_names())
-
-
-def lines_of_metal() -> dict[str, int]:
-    """{folder of metal/, "" for the files beside them: lines of its files}."""
-    out: dict[str, int] = {}
-    for path in sorted(METAL.rglob("*")):
-        if path.is_file():
-            folder = path.relative_to(METAL).parts[0] if path.parent != METAL else ""
-            out[folder] = out.get(folder, 0) + len(path.read_text().splitlines())
-    return out
-
-
-def size_table() -> Table:
-    """Kernel cells and lines of Metal."""
-    lines, cells = lines_of_metal(), kernel_cells()
-    total = sum(lines.values())
-    strategies = len(re.findall(r"^MM_STRATEGY\(", (METAL / "strategies.def").read_text(), re.M))
-    formats = len(re.findall(r"^MM_\w+ *\(\w+, ", (METAL / "formats.def").read_text(), re.M))
-    rest = total - lines["formats"]
-    rows = [
-        ["kernel cells: strategy × format × dtype", f"{cells}", ""],
-        ["lines of metal/ per cell", f"{total / cells:.2f}", f"{total} lines"],
-        ["lines outside formats/ per strategy", f"{rest / strategies:.0f}", f"{strategies}"],
-        ["lines of formats/ per format", f"{lines['formats'] / formats:.0f}", f"{formats}"],
-    ]
-    return Table("Kernels", ["", "", "of"], rows)
-
-
 def table() -> Table:
     """The inner loops of gemv: instructions per weight, by class of ptx.CLASSES, of x f16; issue
     cycles per weight of every dtype of x, and of gemv_wide_n.
@@ -260,4 +229,4 @@ def print_(args: argparse.Namespace) -> None:
     if args.write:
         print(*write(), sep="\n")
     else:
-        print(to_markdown(size_table()), to_markdown(table()), sep="\n\n")
+        print(to_markdown(table()))

@@ -11,12 +11,11 @@ from statistics import linear_regression
 
 from torch_metalmm import _C
 from torch_metalmm.msl.build import ROOT
-from torch_metalmm.tools.cost_model import MODELS, Chip, predict, tokens_per_second
+from torch_metalmm.tools.cost_model import MODELS, Chip, predict
 
 from ..tables import Table, digits, percent, to_markdown
 
 PAGE = ROOT / "docs" / "chip-model.md"
-FORMATS = ("f16", "q8_0", "q6_k", "q5_k", "q4_k", "q4_0", "affine4_g64", "q3_k", "q2_k")
 SHAPE_FORMAT = "q4_k"
 SHAPES = (
     *((1, 1024, 4096), (1, 4096, 4096), (1, 14336, 4096), (1, 128256, 4096)),
@@ -121,13 +120,6 @@ def token_bytes(format: str, chip: Chip, model: str) -> float:
     return sum(times * predict(1, n, k, format, chip).moved_bytes for n, k, times in MODELS[model])
 
 
-def tokens_table() -> Table:
-    rows = [
-        [chip, *(digits(tokens_per_second(format, chip)) for format in FORMATS)] for chip in CHIPS
-    ]
-    return Table("Predicted tokens/s of Llama 2 7B, x f16", ["chip", *FORMATS], rows)
-
-
 def shapes_table() -> Table:
     rows = []
     for chip in CHIPS:
@@ -156,23 +148,10 @@ def rows_table() -> Table:
     return table
 
 
-def compared_tokens() -> Table:
-    columns = ["chip, cores", "model", "format", "published tokens/s", "predicted"]
-    columns += ["published of predicted", "ms of a token left over", "source"]
-    table = Table("Decoding: published measurements against the prediction", columns)
-    for t in TOKENS:
-        chip = machine(t.chip, t.cores)
-        rate = tokens_per_second(t.format, chip, model=t.model)
-        row = [f"{t.chip}, {chip.cores}", t.model, t.format, f"{t.published:g}", digits(rate)]
-        left = 1e3 / t.published - 1e3 / rate
-        table.rows.append([*row, percent(100 * t.published / rate), f"{left:.1f}", t.source])
-    return table
-
-
 def fits() -> Table:
     """What the formats of a chip say together: ms of a token = bytes / bandwidth + a constant."""
     columns = ["chip, cores", "model", "GB/s", "of nominal", "ms beside it"]
-    title = "The same figures as lines: time of a token against its bytes, least squares"
+    title = "Decoding, as others published it: ms of a token against its bytes, least squares"
     table = Table(title, columns)
     groups: dict[tuple[str, int | None, str, str], list[Tokens]] = {}
     for t in TOKENS:
@@ -204,9 +183,9 @@ def compared_kernels() -> Table:
 
 def markdown() -> str:
     """All tables."""
-    return "\n\n".join((block(), *map(to_markdown, (shapes_table(), compared_tokens()))))
+    return "\n\n".join((block(), *map(to_markdown, (shapes_table(), rows_table()))))
 
 
 def block() -> str:
     """Those that docs/chip-model.md has."""
-    return "\n\n".join(map(to_markdown, (tokens_table(), rows_table(), fits(), compared_kernels())))
+    return "\n\n".join(map(to_markdown, (fits(), compared_kernels())))

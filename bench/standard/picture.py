@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from torch_metalmm.extras import require
 
-from ..plots import DOTS_PER_INCH
+from ..plots import label, picture
 from .layers import Layer, layers
 from .record import replaced
 
@@ -16,11 +16,6 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
 INCHES = (12.0, 5.0)
-
-
-def label(variant: str) -> str:
-    """A variant without what all have."""
-    return variant.removeprefix("metalmm ").removesuffix(" float16")
 
 
 def by_variant(found: Sequence[Layer]) -> dict[str, list[Layer]]:
@@ -40,7 +35,9 @@ def one_row(ax: Axes, record: Mapping[str, Any], lines: Mapping[str, Sequence[La
     if marked:
         ax.plot(*zip(*marked, strict=True), "D", color="black", label="the chip model's prediction")
     ax.axhline(record["roofs"]["read_gb_s"], color="black", linewidth=1, label="memory, measured")
-    ax.set_xticks(range(len(some)), [label(x.variant) for x in some], rotation=30, ha="right")
+    ax.set_xticks(
+        range(len(some)), [label({"variant": x.variant}) for x in some], rotation=30, ha="right"
+    )
     ax.set(ylabel="GB/s of weights", title=f"A layer, M = {least}")
 
 
@@ -49,7 +46,7 @@ def against_torch(ax: Axes, lines: Mapping[str, Sequence[Layer]]) -> None:
         points = [(x.m, x.speedup) for x in line if x.speedup is not None]
         if points:
             style = {"color": f"C{i % 10}", "marker": "o", "markersize": 4}
-            ax.plot(*zip(*points, strict=True), **style, label=label(variant))
+            ax.plot(*zip(*points, strict=True), **style, label=label({"variant": variant}))
     ms = sorted({x.m for line in lines.values() for x in line})
     ax.axhline(1, color="black", linewidth=1)
     ax.set(xscale="log", yscale="log", xlabel="M, rows of x", title="times as fast as F.linear")
@@ -66,17 +63,9 @@ def draw(record: Mapping[str, Any], path: Path) -> None:
     if not lines:
         raise ValueError("no picture: no layer was timed as a whole")
     require("a picture", "matplotlib")
-    import matplotlib
-
-    matplotlib.use("Agg")
-    import matplotlib.pyplot as plt
-
-    figure, (left, right) = plt.subplots(1, 2, figsize=INCHES, layout="constrained")
-    one_row(left, record, lines)
-    against_torch(right, lines)
     title = f"{record['chip']}, {record['device']}, torch_metalmm {record['package']}"
-    figure.legend(loc="outside right upper", fontsize="small")
-    figure.suptitle(f"{title}, torch {record['torch']}, {record['date']}")
-    with replaced(path) as new:
-        figure.savefig(new, dpi=DOTS_PER_INCH)
-    plt.close(figure)
+    with replaced(path) as new, picture(new, INCHES, columns=2) as (figure, (left, right)):
+        one_row(left, record, lines)
+        against_torch(right, lines)
+        figure.legend(loc="outside right upper", fontsize="small")
+        figure.suptitle(f"{title}, torch {record['torch']}, {record['date']}")

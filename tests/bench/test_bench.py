@@ -86,7 +86,7 @@ def test_every_cell_of_a_run_is_checked_and_timed(quick: Path) -> None:
 def test_plots_are_drawn_from_the_records(quick: Path, tmp_path: Path, bench: Bench) -> None:
     done = bench("plot", str(quick), "--output", str(tmp_path), "--prefix", "cpu-")
     assert done.returncode == 0, done.stderr
-    for name in ("roofline", "bandwidth", "time"):
+    for name in ("bandwidth", "time"):
         assert (tmp_path / f"cpu-{name}.png").read_bytes().startswith(b"\x89PNG")
 
 
@@ -104,7 +104,7 @@ def test_time_against_m_of_several_variants(quick: Path, tmp_path: Path, bench: 
     ]
     assert "| W 512×1024, µs at | M=1 | M=2 | M=3 | M=8 |" in done.stdout
     assert all(f"| {v} |" in done.stdout for v in variants)
-    for files, plots in (([out], ["time"]), ([quick, out], ["roofline", "bandwidth", "time"])):
+    for files, plots in (([out], ["time"]), ([quick, out], ["bandwidth", "time"])):
         folder = tmp_path / str(len(files))
         done = bench("plot", *map(str, files), "--output", str(folder))
         assert done.returncode == 0, done.stderr

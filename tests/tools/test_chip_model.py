@@ -22,7 +22,6 @@ from torch_metalmm.tools.cost_model import (
     Prediction,
     cost,
     predict,
-    tokens_per_second,
 )
 from torch_metalmm.tools.explain import explain
 
@@ -172,12 +171,9 @@ def test_every_chip_and_format_has_a_prediction() -> None:
             for m, dtype in ((1, "f16"), (8, "bf16"), (33, "f32")):
                 p = predict(m, 4096, 4096, format, chip, dtype)
                 assert isfinite(p.total) and min(p.memory, p.issue, p.launch) > 0
-        for format in chips.FORMATS:
-            # No faster than the weights of all products at nominal bandwidth.
-            weights = sum(n * formats.get(format).row_bytes(k) * times
-                          for n, k, times in cost_model.MODELS["Llama 2 7B"])  # fmt: skip
-            rate = tokens_per_second(format, chip)
-            assert 0 < rate < chip.bandwidth_gb_s * 1e9 / weights
+            # No faster than the weights at nominal bandwidth.
+            weights = 4096 * formats.get(format).row_bytes(4096)
+            assert p.total > weights / chip.bandwidth_gb_s / 1e3
 
 
 @pytest.mark.parametrize(
@@ -199,10 +195,6 @@ def test_what_is_unknown_is_an_error() -> None:
         predict(1, 64, 64, "q4_0", "m4-mega")
     with pytest.raises(ValueError, match="format: unknown 'q9'; allowed: "):
         predict(1, 64, 64, "q9", "m1")
-    with pytest.raises(
-        ValueError, match="model: unknown 'GPT'; allowed: Llama 2 7B, Mistral 7B, Qwen3"
-    ):
-        tokens_per_second("q4_0", "m1", model="GPT")
     with pytest.raises(ValueError, match="m, n: 0, 64; must be at least 1"):
         predict(0, 64, 64, "q4_0", "m1")
     with pytest.raises(ValueError, match="k: 65 is not a multiple"):
@@ -213,7 +205,7 @@ def test_what_is_unknown_is_an_error() -> None:
 
 
 def test_the_page_is_what_the_command_prints(capsys: pytest.CaptureFixture[str]) -> None:
-    """First; the tables of shapes and of published tokens after it."""
+    """First; the tables of shapes and of several rows after it."""
     assert main(["chips"]) == 0
     printed = capsys.readouterr().out
     assert printed.startswith(read_block(chips.PAGE, "chips") + "\n\n**Predicted µs of M×N×K")

@@ -205,16 +205,3 @@ def predict(
         chip=machine.name, gpu={"cores": machine.cores},
     )  # fmt: skip
     return cost(plan, machine)
-
-
-def tokens_per_second(
-    format: str, chip: str | Chip, dtype: str = "f16", model: str = "Llama 2 7B"
-) -> float:
-    """Decoding at batch 1: the products of a model of MODELS alone, one after the other.
-
-    The number is an upper limit: attention, norms, sampling and the host are not in it.
-    """
-    if model not in MODELS:
-        raise ValueError(f"model: unknown {model!r}; allowed: {', '.join(MODELS)}")
-    us = sum(times * predict(1, n, k, format, chip, dtype).total for n, k, times in MODELS[model])
-    return 1e6 / us
