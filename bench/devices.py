@@ -6,6 +6,7 @@ calls are captured in a graph and events time its replay, on mps many calls are 
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,13 +17,29 @@ from torch_metalmm.engines import absence, check_device
 from torch_metalmm.tools.cost_model import chosen
 
 from .machine import UNKNOWN_CACHE, cpu_name, last_level_cache
-from .timing import Call, Timed, wall_clock
+from .timing import Call, Found, Timed, wall_clock
 
 MIN_CALLS = 16  # in a graph or a row, which share the cost of starting and awaiting
 ROW_SECONDS = 0.03  # seconds of a row, to which a synchronize adds some 0.1 ms
 # What plan() takes of a device; the numbers of the chip stand for what the device does not report.
 PLANNED_FOR = ("cores", "max_threadgroup_memory", "max_threads")
 GPU_MAX_BURST = 4  # replays of a graph, or rows of calls, in a turn of a variant
+
+
+def captured(
+    work: Callable[[], Found], before: Callable[[], object]
+) -> tuple[torch.cuda.CUDAGraph, Found]:
+    """work() as a graph of CUDA's, behind a call of before(); and what it gives, which each replay
+    writes anew."""
+    stream, graph = torch.cuda.Stream(), torch.cuda.CUDAGraph()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        before()
+    torch.cuda.current_stream().wait_stream(stream)
+    # Only this thread's calls may break the capture: NCCL's watchdog asks for events.
+    with torch.cuda.graph(graph, capture_error_mode="thread_local"):
+        given = work()
+    return graph, given
 
 
 class GpuTimed(Timed):
@@ -46,15 +63,9 @@ class GraphTimed(GpuTimed):
     """The calls are a CUDA graph."""
 
     def warm_up(self) -> None:
-        stream = torch.cuda.Stream()
-        stream.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(stream):  # compiles what is compiled at the first call
-            for i in range(self.copies):
-                self.call(i)
-        torch.cuda.current_stream().wait_stream(stream)
-        self._graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(self._graph):
-            self._call_all()
+        # What is compiled at the first call is compiled before.
+        each = lambda: [self.call(i) for i in range(self.copies)]  # noqa: E731
+        self._graph, _ = captured(self._call_all, each)
         super().warm_up()
 
     def _once(self) -> float:

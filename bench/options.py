@@ -59,7 +59,6 @@ OPTIONS = {
     "dtype": Option("of x, for torch_metalmm (cpu f32, else f16)", choices=DTYPES),
     "strategy": Option("force one of torch_metalmm's, as gemv, gemm, attention_tile"),
     "seconds": Option("time budget of a cell, beyond repetitions (1)", float, 1.0, 0.0),
-    "sweep-m": Option("time against M of the first shape, by metalmm unless --engines", bool),
     "operation": Option(choices=matrix_ops.OPERATIONS, positional=True),
     "sizes": Option("N; gemv: N K; gemm: M N K", int, nargs="+", positional=True),
     "format": Option("of W, for gemv and gemm (q4_0)", normal="q4_0"),
@@ -118,7 +117,6 @@ OPTIONS = {
     "parts": Option(",".join(cache_cost.PARTS), normal="bytes,quality"),
     "turns": Option("instead: conversations of four clients, of so many turns", int),
     "model": Option("--turns: a file or folder; else SmolLM2", Path),
-    "peer": Option("--turns: the port of another server of the model on this machine", int),
     "write": Option("bring the committed tables up to date", bool),
     "kernels": Option("names or patterns, as 'gemv_*_f16'", nargs="*", positional=True),
     "metal": Option("another folder with the files of metal/", Path),
@@ -153,15 +151,13 @@ class Command(NamedTuple):
 
 
 ON_GPU = {"formats": "q4_0,q4_k,affine4_g64", "context": "128"}
-SWEEP = {"engines": "metalmm", "m": shapes.listed(shapes.SWEEP_M)}
 EXACT = {"formats": "q4_0,q4_k,q6_k,q8_0,affine4_g64", "m": "1-8"}
 MEASURES = {
     "matmul": Command(
         "ops.matmul",
         "cold matmul against peers and roofs",
-        ON_DEVICE + "shapes m engines dtype strategy seconds sweep-m exact",
+        ON_DEVICE + "shapes m engines dtype strategy seconds exact",
         modes={
-            "sweep_m": ("ops.matmul", SWEEP, SWEEP),
             "exact": ("ops.exact", EXACT | {"shapes": "14336x4096"}, EXACT | {"m": "1,2"}),
         },
     ),
@@ -249,7 +245,7 @@ MEASURES = {
     "serve": Command(
         "models.served",
         "HTTP beside generate(), and four clients at once",
-        RUN + "turns model peer",
+        RUN + "turns model",
         modes={"turns": ("models.conversations", {"repetitions": 5}, {"repetitions": 1})},
     ),
     "roof": Command("roofs.roof", "DRAM read and f32 multiply-add, all candidates", ON_DEVICE),

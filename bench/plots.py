@@ -28,8 +28,8 @@ def measured(records: Sequence[Record]) -> list[Record]:
     machines = {r["machine"] for r in records if "machine" in r}
     if len(machines) > 1:
         raise ValueError(f"the records are of several machines: {', '.join(sorted(machines))}")
-    key = ("kind", "n", "k", "m", "variant")
-    cells = [r for r in records if r["kind"] in ("matmul", "sweep") and "us" in r]
+    key = ("n", "k", "m", "variant")
+    cells = [r for r in records if r["kind"] == "matmul" and "us" in r]
     return list({tuple(c[x] for x in key): c for c in cells}.values())
 
 
@@ -112,11 +112,9 @@ def time_by_m(figure: Figure, ax: Axes, cells: Sequence[Record]) -> None:
     figure.legend(loc="outside right upper", fontsize="small")
 
 
-Draw = Callable[["Figure", "Axes", Sequence[Record]], None]
-# The records a plot draws, in order of preference.
-PLOTS: dict[str, tuple[Draw, tuple[str, ...]]] = {
-    "bandwidth": (bandwidth, ("matmul",)),
-    "time": (time_by_m, ("sweep", "matmul")),
+PLOTS: dict[str, Callable[[Figure, Axes, Sequence[Record]], None]] = {
+    "bandwidth": bandwidth,
+    "time": time_by_m,
 }
 
 
@@ -137,7 +135,7 @@ def picture(
 
 
 def draw(records: Sequence[Record], folder: Path, prefix: str = "") -> list[Path]:
-    """Writes <prefix><plot>.png into folder for each of PLOTS that there are records of.
+    """Writes <prefix><plot>.png into folder for each of PLOTS.
 
     ValueError: nothing was timed, or not on one machine.
     """
@@ -146,13 +144,10 @@ def draw(records: Sequence[Record], folder: Path, prefix: str = "") -> list[Path
         raise ValueError("no cell in the records was timed: nothing to plot")
     folder.mkdir(parents=True, exist_ok=True)
     written = []
-    for name, (plot, kinds) in PLOTS.items():
-        shown = next((s for kind in kinds if (s := [c for c in cells if c["kind"] == kind])), None)
-        if shown is None:
-            continue
+    for name, plot in PLOTS.items():
         written.append(folder / f"{prefix}{name}.png")
         with picture(written[-1]) as (figure, ax):
-            plot(figure, ax, shown)
+            plot(figure, ax, cells)
     return written
 
 

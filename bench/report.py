@@ -140,7 +140,7 @@ def cell_tables(records: Sequence[Record], *kinds: str) -> list[Table]:
 
 def pivots(records: Sequence[Record], kind: str, over: str) -> list[Table]:
     """A table for each title: a row per variant, µs by `over`; what the cells of a row have at the
-    least and at the most M, and the values of M where more rows take less time."""
+    least and at the most M."""
     tables = []
     for title, found in by_title(records, kind).items():
         values = list(dict.fromkeys(c[over] for c in found))
@@ -156,7 +156,6 @@ def pivots(records: Sequence[Record], kind: str, over: str) -> list[Table]:
             at = values[i]
             columns.append((name, lambda r, a=at, f=field: r["cells"].get(a, {}).get(f), text))
         columns += [("worst IQR", "spread", percent), ("error", "error", scientific)]
-        columns.append(("time falls at M", "falls", str))
         rows = []
         for name in dict.fromkeys(c["variant"] for c in found):
             cells = {c[over]: c for c in found if c["variant"] == name}
@@ -164,8 +163,6 @@ def pivots(records: Sequence[Record], kind: str, over: str) -> list[Table]:
             for field, of in (("spread", spread), ("error", lambda c: c.get("error"))):
                 some = [v for c in cells.values() if (v := of(c)) is not None]
                 row[field] = max(some, default=None)
-            if any("slower_m" in c for c in found):
-                row["falls"] = listed(m for m, c in cells.items() if "slower_m" in c) or "none"
             rows.append(row)
         tables.append(table("", columns, rows))
     return tables
@@ -346,7 +343,6 @@ KINDS: dict[str, tuple[str, tuple[Column, ...]]] = {
     "serve-turns": (
         "{model}: {clients} conversations of {turns} turns, {tokens} tokens at the end",
         (
-            ("server", "way", str),
             *(
                 column
                 for turn, at in (("turn 2", "second"), ("the last turn", "end"))
@@ -465,7 +461,7 @@ def run_lines(records: Sequence[Record]) -> list[str]:
 def show(records: Sequence[Record], markdown: bool) -> None:
     """Prints everything the records hold: of products summaries as markdown, else every cell."""
     tables = pivots(records, "matmul", "m") if markdown else cell_tables(records, "matmul")
-    tables += pivots(records, "sweep", "m") + pivots(records, "overhead", "mode")
+    tables += pivots(records, "overhead", "mode")
     tables += cell_tables(records, *[*CELLS][1:]) + model_tables(records)
     if markdown:
         print("  \n".join(run_lines(records)), *map(to_markdown, tables), sep="\n\n")

@@ -37,7 +37,6 @@ BY_SIZE = {str(s): s for s in NAMED.values()}
 DEFAULT_SHAPES = ("attn", "up", "down", "head")
 DEFAULT_FORMATS = ("q4_0", "q8_0", "q4_k", "q6_k", "affine4_g64")
 DEFAULT_M = (1, 4, 8, 16, 128, 512)
-SWEEP_M = (*range(1, 65), 512)
 
 
 def parse_shape(text: str) -> Shape:

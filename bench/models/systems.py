@@ -14,6 +14,8 @@ from torch_metalmm import PackedCache, formats
 from torch_metalmm.hf.caches import pair_of, rows_of
 from torch_metalmm.models.cache_argument import cache_in, with_cache
 
+from ..devices import captured
+
 Step = Callable[[Tensor], Tensor]
 LENGTH = 64
 MULTIPLE = 16  # slots of a cache of constant size
@@ -225,16 +227,8 @@ class Graph(Static):
     def make_step(self) -> Step:
         ids = torch.zeros(1, 1, dtype=torch.long, device=self.device)
         before = [length.clone() for length in counts(self.cache)]
-        stream = torch.cuda.Stream()
-        stream.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(stream):
-            for _ in range(2):  # compiles what is compiled at the first call
-                self.run(ids)
-        torch.cuda.current_stream().wait_stream(stream)
-        graph = torch.cuda.CUDAGraph()
-        # Only this thread's calls may break the capture: NCCL's watchdog asks for events.
-        with torch.cuda.graph(graph, capture_error_mode="thread_local"):
-            logits = self.run(ids)
+        # Twice before: what is compiled at the first call is compiled then.
+        graph, logits = captured(lambda: self.run(ids), lambda: [self.run(ids) for _ in range(2)])
         # What was fed to warm up is masked out again, and overwritten by the next tokens.
         for length, was in zip(counts(self.cache), before, strict=True):
             length.copy_(was)

@@ -1,4 +1,4 @@
-"""The matrix of shapes × M × engines, and time against M."""
+"""The matrix of shapes × M × engines."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 from ..devices import Device
 from ..peers.products import ENGINES
 from ..problem import Checker, Problem, Variant
-from ..runner import Cell, Record, Run, Way, check_formats, run_cell
+from ..runner import Cell, Record, Run, Way, check_formats
 from ..shapes import parse_ints, parse_names, parse_shape
 from ..tables import status
 
@@ -66,7 +66,7 @@ def of_problem(problem: Problem, kind: str, ways: Sequence[Way]) -> Cell:
 
 
 def run(run: Run) -> Iterator[Record]:
-    """The records of every cell, shape by shape; with --sweep-m those of the first shape."""
+    """The records of every cell, shape by shape."""
     args = run.args
     wanted = [parse_shape(s) for s in args.shapes.split(",")]
     ms, names = parse_ints(args.m), parse_names(args.formats)
@@ -81,29 +81,4 @@ def run(run: Run) -> Iterator[Record]:
             variants, checker = build(problem, names, engines), Checker(problem)
             yield from (cell(problem, variants, checker, m) for m in ms)
 
-    if not args.sweep_m:
-        yield from run.cells(cells())
-        return
-    problem = Problem(wanted[0], run.setting)
-    for name in engines:
-        status(f"{wanted[0]} {name}: packing")
-        for variant in ENGINES[name].variants(problem, names):  # made one by one, as they come
-            yield from sweep(problem, variant, ms, args.repetitions)
-
-
-def sweep(problem: Problem, v: Variant, ms: Sequence[int], repetitions: int) -> list[Record]:
-    """One record for each M that the variant takes, all M timed in turns."""
-    status(f"{problem.shape} {v.name}: time against M")
-    fit = [m for m in ms if v.max_m is None or m <= v.max_m]
-    ways = [way(problem, v, Checker(problem), m, name=str(m)) for m in fit]
-    return mark_inversions(run_cell(of_problem(problem, "sweep", ways), None, repetitions))
-
-
-def mark_inversions(cells: list[Record]) -> list[Record]:
-    """Adds "slower_m": a smaller M that takes longer, the quartiles of both apart; the longest."""
-    done = [c for c in cells if "us" in c]
-    for i, one in enumerate(done):
-        slower = [c for c in done[:i] if c["us_q1"] > one["us_q3"]]
-        if slower:
-            one["slower_m"] = max(slower, key=lambda c: float(c["us"]))["m"]
-    return cells
+    yield from run.cells(cells())

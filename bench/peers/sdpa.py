@@ -17,6 +17,8 @@ from torch.nn import functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.attention.bias import causal_lower_right
 
+from ..devices import captured
+
 Call = Callable[[Tensor, Tensor], Tensor]  # of keys and values [B, kv_heads, T, D]
 FIRST = ("grouped", "causal", "mask")  # what transformers calls
 MATH_BYTES = 4 << 30  # of the copies that math makes for each head of q, in f32
@@ -104,10 +106,10 @@ def flex(q: Tensor, slots: int, kv_heads: int) -> Call:
 def failure(call: Call, k: Tensor, v: Tensor) -> str | None:
     """Why the call cannot take these keys, or be captured, as it is timed on cuda; None: it can."""
     try:
-        call(k, v)
+        once = lambda: call(k, v)  # noqa: E731
+        once()
         if k.is_cuda:
-            with torch.cuda.graph(torch.cuda.CUDAGraph()):
-                call(k, v)
+            captured(once, once)
     except Exception as e:  # whatever a backend or a compiler raises
         return f"{type(e).__name__}: {(str(e).splitlines() or [''])[0]}"
     return None

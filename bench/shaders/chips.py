@@ -16,12 +16,6 @@ from torch_metalmm.tools.cost_model import MODELS, Chip, predict
 from ..tables import Table, digits, percent, to_markdown
 
 PAGE = ROOT / "docs" / "chip-model.md"
-SHAPE_FORMAT = "q4_k"
-SHAPES = (
-    *((1, 1024, 4096), (1, 4096, 4096), (1, 14336, 4096), (1, 128256, 4096)),
-    *((4, 14336, 4096), (8, 14336, 4096), (16, 14336, 4096), (32, 14336, 4096)),
-    (512, 14336, 4096),
-)
 CHIPS = tuple(str(gpu["name"]) for gpu in _C.gpus())
 ROWS_FORMATS, ROWS_SHAPE = ("q4_0", "q4_k", "q6_k", "q8_0", "affine4_g64"), (14336, 4096)
 
@@ -120,16 +114,6 @@ def token_bytes(format: str, chip: Chip, model: str) -> float:
     return sum(times * predict(1, n, k, format, chip).moved_bytes for n, k, times in MODELS[model])
 
 
-def shapes_table() -> Table:
-    rows = []
-    for chip in CHIPS:
-        found = [predict(m, n, k, SHAPE_FORMAT, chip) for m, n, k in SHAPES]
-        rows.append([chip, *(f"{digits(p.total)} {p.bound}" for p in found)])
-    columns = ["chip", *(f"{m}×{n}×{k}" for m, n, k in SHAPES)]
-    title = f"Predicted µs of M×N×K and what binds it, W {SHAPE_FORMAT}, x f16"
-    return Table(title, columns, rows)
-
-
 def rows_table() -> Table:
     """What a step of drafted tokens costs: of the vector kernel, whose rows have the bits of single
     ones, and behind it 8 rows of what plan() chooses."""
@@ -183,7 +167,7 @@ def compared_kernels() -> Table:
 
 def markdown() -> str:
     """All tables."""
-    return "\n\n".join((block(), *map(to_markdown, (shapes_table(), rows_table()))))
+    return f"{block()}\n\n{to_markdown(rows_table())}"
 
 
 def block() -> str:

@@ -90,27 +90,6 @@ def test_plots_are_drawn_from_the_records(quick: Path, tmp_path: Path, bench: Be
         assert (tmp_path / f"cpu-{name}.png").read_bytes().startswith(b"\x89PNG")
 
 
-def test_time_against_m_of_several_variants(quick: Path, tmp_path: Path, bench: Bench) -> None:
-    """A row per M, a column per variant; the records plot alone and with those of another run."""
-    out = tmp_path / "sweep.jsonl"
-    engines = ("--engines", "metalmm,linear_f32", "--formats", "q4_0,f16", "--m", "1-3,8")
-    done = bench("--sweep-m", "--quick", *engines, "--markdown", "--json", str(out))
-    assert done.returncode == 0, done.stderr
-    cells = [json.loads(line) for line in out.read_text().splitlines()][1:]
-    rounded = ("metalmm q4_0 int8", "metalmm q4_0 int16")
-    variants = ("metalmm q4_0", *rounded, "metalmm f16", "F.linear f32")
-    assert [(c["variant"], c["m"]) for c in cells] == [
-        (v, m) for v in variants for m in (1, 2, 3, 8)
-    ]
-    assert "| W 512×1024, µs at | M=1 | M=2 | M=3 | M=8 |" in done.stdout
-    assert all(f"| {v} |" in done.stdout for v in variants)
-    for files, plots in (([out], ["time"]), ([quick, out], ["bandwidth", "time"])):
-        folder = tmp_path / str(len(files))
-        done = bench("plot", *map(str, files), "--output", str(folder))
-        assert done.returncode == 0, done.stderr
-        assert sorted(p.stem for p in folder.iterdir()) == sorted(plots)
-
-
 def test_rings_where_another_strategy_is_planned() -> None:
     """One of two lines has a ring at each M whose strategy is not that of the M before."""
     figure = Figure()
@@ -151,10 +130,10 @@ def test_the_strategy_of_a_device(monkeypatch: pytest.MonkeyPatch) -> None:
         assert Device("mps").strategy(**tile) == wanted
 
 
-def test_a_sweep_names_the_absent_peers(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_run_names_the_absent_peers(monkeypatch: pytest.MonkeyPatch) -> None:
     absent = ENGINES["mlx"]._replace(missing=lambda device: "not here")
     monkeypatch.setitem(ENGINES, "mlx", absent)
-    records = matmul.run(Run(parse(["--sweep-m", "--quick", "--engines", "auto"])))
+    records = matmul.run(Run(parse(["--quick", "--engines", "auto"])))
     skipped = {"kind": "skipped", "what": "mlx", "why": "not here"}
     assert any(r == skipped for r in records)  # and no further record is made
 

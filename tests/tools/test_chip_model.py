@@ -205,10 +205,12 @@ def test_what_is_unknown_is_an_error() -> None:
 
 
 def test_the_page_is_what_the_command_prints(capsys: pytest.CaptureFixture[str]) -> None:
-    """First; the tables of shapes and of several rows after it."""
+    """First; the table of several rows after it."""
     assert main(["chips"]) == 0
     printed = capsys.readouterr().out
-    assert printed.startswith(read_block(chips.PAGE, "chips") + "\n\n**Predicted µs of M×N×K")
+    assert printed.startswith(
+        read_block(chips.PAGE, "chips") + "\n\n**Predicted time of 2 / 4 / 8 rows"
+    )
 
 
 def test_the_page_names_a_source_for_every_chip() -> None:
