@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import functools
-import warnings
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any, cast
@@ -18,7 +17,6 @@ from torch_metalmm import (
     QuantLinear,
     formats,
     load_gguf,
-    quantize_,
     shard_,
 )
 from torch_metalmm.models.experts import homes
@@ -26,6 +24,8 @@ from torch_metalmm.models.quantize import resolve_format
 from torch_metalmm.models.shard.apply import part_of, whole_shape
 from torch_metalmm.models.skeleton import parameters_on_meta
 from torch_metalmm.tools.generate import demo_model
+
+from .quality import pack
 
 CONTEXT = 1024
 SMOLLM2 = "smollm2"
@@ -265,10 +265,7 @@ def _smollm2() -> Module:
 
 def _of_dense(name: str, title: str, dense: Module, device: str, dtype: torch.dtype) -> Source:
     def packed(format: str) -> Module:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # K of 576: K-quants fall back
-            model = quantize_(copy.deepcopy(dense), format, progress=False)
-        return model.to(dtype).to(device)
+        return pack(dense, format).to(dtype).to(device)
 
     return Source(
         name,

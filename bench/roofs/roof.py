@@ -50,6 +50,20 @@ class Roof:
     candidates: dict[str, float]  # GB/s, or GFLOP/s where the name begins with f32 or f16
     native: bool  # false: no compiler, torch ops only; the ceilings may be too low
 
+    @staticmethod
+    def best(
+        read: list[list[Probe]], fma: list[list[Probe]], repetitions: int, native: bool = True
+    ) -> Roof:
+        """Times all probes in turns and keeps the fastest of each group."""
+        probes = {p.name: p for group in read + fma for p in group}
+        timings = interleave({name: p.timed() for name, p in probes.items()}, repetitions)
+        rates = {name: probes[name].work / t.median / 1e9 for name, t in timings.items()}
+
+        def fastest(groups: list[list[Probe]]) -> list[Probe]:
+            return [max(group, key=lambda p: rates[p.name]) for group in groups]
+
+        return Roof(fastest(read), fastest(fma), rates, native)
+
     def timed(self) -> dict[str, Timed]:
         """The probes, to be interleaved with the kernels."""
         return {_PREFIX + p.name: p.timed() for p in self.read + self.fma}
@@ -138,15 +152,7 @@ def measure(threads: int, cache_bytes: int, repetitions: int = 7, quick: bool = 
         readers = [_native_readers(lib, data, bytes, threads, quick), _torch_readers(t)]
         flops = [[_native_fma(lib, threads)]]
     flops.append([_sgemm(512 if quick else 1024)])
-    probes = {p.name: p for group in readers + flops for p in group}
-    timings = interleave({name: p.timed() for name, p in probes.items()}, repetitions)
-    rates = {name: probes[name].work / t.median / 1e9 for name, t in timings.items()}
-    return Roof(
-        read=[max(group, key=lambda p: rates[p.name]) for group in readers],
-        fma=[max(group, key=lambda p: rates[p.name]) for group in flops],
-        candidates=rates,
-        native=lib is not None,
-    )
+    return Roof.best(readers, flops, repetitions, native=lib is not None)
 
 
 def run(run: Any) -> Iterator[dict[str, Any]]:

@@ -8,7 +8,6 @@ import torch
 
 from ..devices import Device
 from ..problem import LABELS
-from ..timing import interleave
 from .roof import Probe, Roof
 from .roof_cuda import Reader
 
@@ -56,11 +55,4 @@ def measure(
     read_bytes = read_bytes or max(MIN_BYTES, 8 * device.cache_bytes)
     memory = memory_probes(device, read_bytes >> (4 if quick else 0))
     matrix = [matrix_probe(device, n) for n in ((1024,) if quick else sizes or (4096, 8192))]
-    timings = interleave({p.name: p.timed() for p in memory + matrix}, repetitions)
-    rates = {p.name: p.work / timings[p.name].median / 1e9 for p in memory + matrix}
-    return Roof(
-        read=[max(memory, key=lambda p: rates[p.name])],
-        fma=[max(matrix, key=lambda p: rates[p.name])],
-        candidates=rates,
-        native=True,
-    )
+    return Roof.best([memory], [matrix], repetitions)
