@@ -164,7 +164,7 @@ class Variant:
     rounding: Rounding = Rounding()
     format: str = ""
     device: Device = CPU  # whose clock times it
-    max_m: int | None = None  # slow peers stop here
+    max_m: int | None = None  # torch.mv takes one row
     # The strategy that runs M rows of x, where it is known.
     strategy: Callable[[int], str | None] = lambda m: None
 

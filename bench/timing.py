@@ -15,7 +15,7 @@ Call = Callable[[int], object]
 MIN_ROUNDS = 5
 MAX_BURST = 16
 BURST_SECONDS = 0.01
-# Idle workers of libgomp and ONNX Runtime spin for milliseconds on cores of the next variant.
+# Idle workers of libgomp spin for milliseconds on cores of the next variant.
 PAUSE_SECONDS = 0.01
 
 

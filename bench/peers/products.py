@@ -1,4 +1,4 @@
-"""Everything that multiplies by W: torch_metalmm, torch, ggml, ONNX Runtime, MLX.
+"""Everything that multiplies by W: torch_metalmm, torch, ggml.
 
 A peer is a function of (problem, formats) that yields its variants, under @engine: the name that
 --engines has for it, and why a device cannot run it.
@@ -8,10 +8,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
-from importlib.util import find_spec
 from typing import Any, NamedTuple
 
-import numpy as np
 import torch
 from torch import Tensor
 from torch.nn.functional import linear
@@ -25,8 +23,6 @@ from . import ggml
 
 GROUP = 64  # values per scale, where a peer lets us choose
 INNER_K_TILES = 8
-PROTOBUF_LIMIT = 1 << 31
-MLX_LARGEST = 4096 * 4096
 ops, aten = torch.ops.metalmm, torch.ops.aten
 
 Variants = Iterator[Variant]
@@ -49,18 +45,6 @@ def engine(name: str, missing: Missing = lambda device: None) -> Callable[[Any],
         return variants
 
     return register
-
-
-def on_the_cpu(*modules: str) -> Missing:
-    """Of a peer whose CPU engine, in these packages, is compared."""
-
-    def missing(device: Device) -> str | None:
-        absent = [m for m in modules if find_spec(m) is None]
-        if device != CPU:
-            return "its CPU engine"
-        return f"{', '.join(absent)} not installed" if absent else None
-
-    return missing
 
 
 @engine("metalmm")
@@ -224,90 +208,3 @@ def of_ggml(problem: Problem, names: Sequence[str]) -> Variants:
             decoded=partial(problem.decoded, packed, name),
             rounding=Rounding.blocks(block),
         )
-
-
-@engine("onnxruntime", on_the_cpu("onnx", "onnxruntime"))
-def onnx_runtime(problem: Problem, names: Sequence[str]) -> Variants:
-    """com.microsoft.MatMulNBits, 4 bits, groups of 64; activations in int8, and in f32."""
-    n, k, rows = problem.shape.n, problem.shape.k, problem.rows
-    size = n * k // 2 + n * k // GROUP * 4
-    if k % GROUP or size >= PROTOBUF_LIMIT:
-        return
-    groups = problem.w.unflatten(1, (-1, GROUP))
-    scales = (groups.abs().amax(-1) / 7.5).clamp_min_(1e-8)
-    codes = (groups / scales.unsqueeze(-1)).round_().clamp_(-8, 7).add_(8).to(torch.uint8)
-    decoded = ((codes[rows].double() - 8) * scales[rows].double().unsqueeze(-1)).flatten(1)
-    copies = problem.setting.copies(size)
-    for activations, level, rounding in (
-        ("int8", 4, Rounding.blocks(GROUP)),
-        ("f32", 1, Rounding()),
-    ):
-        model = _onnx_model(codes, scales, level)
-        sessions = [_onnx_session(model, problem.setting.threads) for _ in range(copies)]
-
-        def bind(x: Tensor, sessions: list[Any] = sessions) -> Callable[[int], Tensor]:
-            feed = {"x": x.numpy()}
-            return lambda i: torch.from_numpy(sessions[i].run(["y"], feed)[0])
-
-        name, exact = f"ONNX Runtime int4 g{GROUP} {activations}", lambda: decoded
-        yield Variant("onnxruntime", name, size, copies, bind, exact, rounding)
-
-
-def _onnx_model(codes: Tensor, scales: Tensor, level: int) -> bytes:
-    """The ONNX model y[M, N] = MatMulNBits(x[M, K]) of codes [N, K / 64, 64]."""
-    from onnx import TensorProto, helper, numpy_helper
-
-    n, k = len(codes), codes[0].numel()
-    packed = (codes[..., ::2] | codes[..., 1::2] << 4).numpy()
-    given = {"w": packed, "s": scales.flatten().numpy()}
-    weights = [numpy_helper.from_array(value, name) for name, value in given.items()]
-    attributes = {"K": k, "N": n, "bits": 4, "block_size": GROUP, "accuracy_level": level}
-    domain = "com.microsoft"
-    node = helper.make_node("MatMulNBits", ["x", "w", "s"], ["y"], domain=domain, **attributes)
-    x, y = (
-        helper.make_tensor_value_info(name, TensorProto.FLOAT, ["M", size])
-        for name, size in (("x", k), ("y", n))
-    )
-    graph = helper.make_graph([node], "linear", [x], [y], weights)
-    opsets = [helper.make_opsetid("", 17), helper.make_opsetid(domain, 1)]
-    return helper.make_model(graph, opset_imports=opsets, ir_version=9).SerializeToString()
-
-
-def _onnx_session(model: bytes, threads: int) -> Any:
-    """A session of its own for each copy: its idle threads must not spin beside the next one's."""
-    import onnxruntime
-
-    options = onnxruntime.SessionOptions()
-    options.intra_op_num_threads = threads
-    options.add_session_config_entry("session.force_spinning_stop", "1")
-    return onnxruntime.InferenceSession(model, options, providers=["CPUExecutionProvider"])
-
-
-@engine("mlx", on_the_cpu("mlx"))
-def mlx(problem: Problem, names: Sequence[str]) -> Variants:
-    """mlx.core.quantized_matmul on its CPU device, f32; M = 1 and small W: it is slow there."""
-    import mlx.core as mx
-
-    if problem.shape.k % GROUP or problem.shape.n * problem.shape.k > MLX_LARGEST:
-        return
-    mx.set_default_device(mx.cpu)
-    how = {"group_size": GROUP, "bits": 4}
-    planes = mx.quantize(mx.array(problem.w.numpy()), **how)
-    mx.eval(*planes)
-    size = sum(p.nbytes for p in planes)
-    copies = [[p + mx.zeros_like(p) for p in planes] for _ in range(problem.setting.copies(size))]
-    mx.eval(copies)
-
-    def computed(y: Any) -> Tensor:
-        mx.eval(y)
-        return torch.from_numpy(np.array(y))
-
-    def bind(x: Tensor) -> Callable[[int], Tensor]:
-        given = mx.array(x.numpy())
-        return lambda i: computed(mx.quantized_matmul(given, *copies[i], **how))
-
-    def decoded() -> Tensor:
-        picked = [p[mx.array(problem.rows.numpy())] for p in planes]
-        return computed(mx.dequantize(*picked, **how)).double()
-
-    yield Variant("mlx", f"MLX 4-bit g{GROUP} f32", size, len(copies), bind, decoded, max_m=1)

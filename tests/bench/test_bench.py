@@ -131,10 +131,10 @@ def test_the_strategy_of_a_device(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_a_run_names_the_absent_peers(monkeypatch: pytest.MonkeyPatch) -> None:
-    absent = ENGINES["mlx"]._replace(missing=lambda device: "not here")
-    monkeypatch.setitem(ENGINES, "mlx", absent)
+    absent = ENGINES["ggml"]._replace(missing=lambda device: "not here")
+    monkeypatch.setitem(ENGINES, "ggml", absent)
     records = matmul.run(Run(parse(["--quick", "--engines", "auto"])))
-    skipped = {"kind": "skipped", "what": "mlx", "why": "not here"}
+    skipped = {"kind": "skipped", "what": "ggml", "why": "not here"}
     assert any(r == skipped for r in records)  # and no further record is made
 
 
