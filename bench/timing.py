@@ -8,6 +8,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
+import numpy as np
+
 Found = TypeVar("Found")
 # call(i) does the work on copy i of its weight; the engine waits until the work is done.
 Call = Callable[[int], object]
@@ -40,14 +42,8 @@ class Timing:
         """The quartiles by linear interpolation; ValueError: no samples."""
         if not samples:
             raise ValueError("no samples")
-        s = sorted(samples)
-
-        def at(q: float) -> float:
-            low, part = divmod(q * (len(s) - 1), 1)
-            high = min(int(low) + 1, len(s) - 1)
-            return s[int(low)] * (1 - part) + s[high] * part
-
-        return Timing(at(0.5), at(0.25), at(0.75), len(s))
+        q1, median, q3 = map(float, np.quantile(samples, (0.25, 0.5, 0.75)))
+        return Timing(median, q1, q3, len(samples))
 
     def fields(
         self, name: str, value: Callable[[float], float] = lambda seconds: seconds

@@ -15,6 +15,8 @@ from dataclasses import dataclass, field
 from itertools import permutations
 from typing import Any
 
+import networkx as nx
+
 # Classes in the order of the report. A class of `FREE` costs nothing and is not reported.
 CLASSES: tuple[str, ...] = ("bitwise", "shift", "convert", "fma", "special", "select", "integer")
 CLASSES += ("branch", "load")
@@ -138,46 +140,19 @@ def blocks(function: str) -> list[Block]:
     return out
 
 
-def _reachable(graph: list[Block]) -> set[int]:
-    seen, stack = {0}, [0]
-    while stack:
-        for i in graph[stack.pop()].following:
-            if i not in seen:
-                seen.add(i)
-                stack.append(i)
-    return seen
-
-
-def _dominators(graph: list[Block], preceding: dict[int, list[int]]) -> dict[int, set[int]]:
-    """{block: the blocks on every path to it}."""
-    dominators = {i: set(preceding) for i in preceding} | {0: {0}}
-    changed = True
-    while changed:
-        changed = False
-        for i in preceding.keys() - {0}:
-            found = set.intersection(*(dominators[p] for p in preceding[i])) | {i}
-            changed |= found != dominators[i]
-            dominators[i] = found
-    return dominators
-
-
 def _loops(graph: list[Block]) -> Iterator[set[int]]:
     """The natural loops: an edge back to a block on every path to its start, and all between."""
-    reachable = _reachable(graph)
-    preceding: dict[int, list[int]] = {i: [] for i in sorted(reachable)}
-    for i in reachable:
-        for j in graph[i].following:
-            preceding[j].append(i)
-    dominators = _dominators(graph, preceding)
-    for end in reachable:
-        for head in set(graph[end].following) & dominators[end]:
-            loop, stack = {head}, [end]
-            while stack:
-                i = stack.pop()
-                if i not in loop:
-                    loop.add(i)
-                    stack += preceding[i]
-            yield loop
+    edges = nx.DiGraph((i, j) for i, block in enumerate(graph) for j in block.following)
+    edges.add_node(0)
+    edges = edges.subgraph({0} | nx.descendants(edges, 0))
+    above = nx.immediate_dominators(edges, 0)
+    for end, head in sorted(edges.edges):
+        at = end
+        while at not in (0, head):
+            at = above[at]
+        if at == head:
+            inside = edges.subgraph(edges.nodes - {head})
+            yield {head, end} | (nx.ancestors(inside, end) if end != head else set())
 
 
 def inner_loops(graph: list[Block]) -> list[list[Any]]:
