@@ -15,6 +15,7 @@ import sys
 import threading
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from typing import Any, NamedTuple
 
@@ -132,11 +133,8 @@ def four_clients(started: Server, tokens: int, seconds: float) -> Record:
                 return
 
     def together(until: float) -> None:
-        threads = [threading.Thread(target=ask, args=(i, until)) for i in range(CLIENTS)]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
+        with ThreadPoolExecutor(CLIENTS) as pool:
+            list(pool.map(lambda client: ask(client, until), range(CLIENTS)))
 
     together(0.0)
     before, start = resident(started.pid), time.perf_counter()
