@@ -18,8 +18,7 @@ from .models import cache_cost, llamas, quality
 from .ops import matrix_ops
 from .peers.products import ENGINES
 from .problem import DTYPES
-
-Record = dict[str, Any]
+from .tables import Record
 
 
 class Option(NamedTuple):

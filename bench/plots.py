@@ -8,13 +8,12 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from .report import read_records
+from .report import Record, read_records
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-Record = dict[str, Any]
 FIGURE_INCHES = (8.0, 5.0)
 DOTS_PER_INCH = 110  # 880 x 550 pixels: some 60 KB
 OWN_LINES = ("-", ":", "-.", (0, (1, 4)), (0, (8, 2)))

@@ -9,9 +9,8 @@ from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
-from .tables import ABSENT, Table, digits, percent, print_tables, scientific, to_markdown
+from .tables import ABSENT, Record, Table, digits, percent, print_tables, scientific, to_markdown
 
-Record = dict[str, Any]
 # A column: the title, which may name fields of the first record; the field or a function of the
 # record; the text of its value. A table has the columns that some of its records have.
 Column = tuple[str, str | Callable[[Record], Any], Callable[[Any], str]]

@@ -9,7 +9,6 @@ import argparse
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Any
 
 from torch_metalmm import formats
 
@@ -17,10 +16,9 @@ from . import shapes
 from .devices import CPU, Device
 from .problem import COLD_FACTOR, DTYPES, Setting
 from .roofs import roof, roof_gpu
-from .tables import status
+from .tables import Record, status
 from .timing import Timed, Timing, interleave, wall_clock
 
-Record = dict[str, Any]
 SLOW, FEW = 8.0, 3  # a way that takes so many times the fastest has few calls on a CPU
 
 

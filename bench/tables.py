@@ -6,8 +6,10 @@ import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 ABSENT = "–"
+Record = dict[str, Any]  # of what was measured, as a line of --json
 
 
 @dataclass

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-Record = dict[str, Any]
+from ..tables import Record
 
 
 @dataclass(frozen=True)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
 
 import torch
 
@@ -16,11 +15,10 @@ from ..ops import matmul
 from ..problem import COLD_FACTOR, LABELS, Checker, Problem, Setting, Variant
 from ..roofs import roof, roof_gpu
 from ..roofs.roof import Roof
-from ..runner import run_cell
+from ..runner import Record, run_cell
 from ..shapes import NAMED, Shape
 from ..timing import interleave
 
-Record = dict[str, Any]
 Progress = Callable[[str], None]
 FORMATS = ("q4_0", "q4_k", "q8_0", "affine4_g64")
 # {shape: how often}: the products of a layer of Llama 3.1 8B; q and o, k and v, gate and up, down.

@@ -14,7 +14,6 @@ from collections.abc import Mapping
 from datetime import datetime, timezone
 from importlib import metadata
 from pathlib import Path
-from typing import Any
 
 import torch
 
@@ -24,9 +23,9 @@ from torch_metalmm.files.staging import check_writable, replaced
 
 from ..devices import Device
 from ..machine import cpu_name, load_average
+from ..tables import Record
 from .layers import figures
 
-Record = dict[str, Any]
 PROGRAM, SCHEMA = "metalmm bench", 1
 # {field: type of its value} of every record.
 FIELDS: dict[str, type | tuple[type, ...]] = {

@@ -17,10 +17,9 @@ from torch_metalmm.tools.doctor.large import memory_of
 from ..devices import Device
 from ..options import COMMANDS, OF_A_CLONE, parser
 from ..problem import LABELS
-from ..tables import print_tables, status
+from ..tables import Record, print_tables, status
 from . import products, record, show, stack
 
-Record = dict[str, Any]
 SENT_TO = (
     "to send it: attach what was written to an issue of the repository, with what surprises you"
 )

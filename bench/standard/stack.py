@@ -13,8 +13,8 @@ from torch_metalmm.tools.token_time import Model, token_time
 
 from ..devices import CPU
 from ..problem import Setting
+from ..tables import Record
 
-Record = dict[str, Any]
 Progress = Callable[[str], None]
 FORMAT = "q4_k"
 WHOLE = "8b"
