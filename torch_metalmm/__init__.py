@@ -7,59 +7,37 @@ torch is. Everything else is imported at its first use, so that the command line
 
 from __future__ import annotations
 
-from contextlib import suppress
+from functools import partial
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 from .late import when_imported
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
-
     from . import ops as ops
-    from .files.gguf.load import load_gguf
-    from .files.gguf.save import save_gguf
-    from .files.imatrix import read_importance
-    from .files.mlx.load import load_mlx
-    from .files.mlx.save import save_mlx
-    from .files.mtp import load_mtp
-    from .files.quantized import load_quantized
-    from .hf.cache import PackedCache
-    from .hf.config import MetalMMConfig
-    from .hf.packed import load_packed, save_packed
-    from .models.activations import activations_
-    from .models.adopt import adopt_
-    from .models.fuse.apply import fuse_, unfuse_
-    from .models.lora.report import merge_errors
-    from .models.quantize import quantize_
-    from .models.shard.apply import shard_
-    from .nn import QuantEmbedding, QuantExperts, QuantLinear
+    from .files.gguf.load import load_gguf as load_gguf
+    from .files.gguf.save import save_gguf as save_gguf
+    from .files.imatrix import read_importance as read_importance
+    from .files.mlx.load import load_mlx as load_mlx
+    from .files.mlx.save import save_mlx as save_mlx
+    from .files.mtp import load_mtp as load_mtp
+    from .files.quantized import load_quantized as load_quantized
+    from .hf.cache import PackedCache as PackedCache
+    from .hf.config import MetalMMConfig as MetalMMConfig
+    from .hf.packed import load_packed as load_packed
+    from .hf.packed import save_packed as save_packed
+    from .models.activations import activations_ as activations_
+    from .models.adopt import adopt_ as adopt_
+    from .models.fuse.apply import fuse_ as fuse_
+    from .models.fuse.apply import unfuse_ as unfuse_
+    from .models.lora.report import merge_errors as merge_errors
+    from .models.quantize import quantize_ as quantize_
+    from .models.shard.apply import shard_ as shard_
+    from .nn import QuantEmbedding as QuantEmbedding
+    from .nn import QuantExperts as QuantExperts
+    from .nn import QuantLinear as QuantLinear
 
 __version__ = "0.1.0"
-
-__all__ = [
-    "MetalMMConfig",
-    "PackedCache",
-    "QuantEmbedding",
-    "QuantExperts",
-    "QuantLinear",
-    "activations_",
-    "adopt_",
-    "fuse_",
-    "load_gguf",
-    "load_mlx",
-    "load_mtp",
-    "load_packed",
-    "load_quantized",
-    "merge_errors",
-    "quantize_",
-    "read_importance",
-    "save_gguf",
-    "save_mlx",
-    "save_packed",
-    "shard_",
-    "unfuse_",
-]
 
 _MODULE_OF = {
     "MetalMMConfig": "hf.config",
@@ -84,6 +62,7 @@ _MODULE_OF = {
     "shard_": "models.shard.apply",
     "unfuse_": "models.fuse.apply",
 }
+__all__ = [*_MODULE_OF]  # for type checkers the imports above are exports
 # Reachable as attributes without an import of their own.
 _MODULES = ("_C", "formats", "ops")
 
@@ -102,107 +81,48 @@ def __dir__() -> list[str]:
     return sorted({*globals(), *__all__})
 
 
-def _register_ops() -> None:
-    import_module(".ops", __name__)
+# {a module of ours that plugs itself into another package: (whose import it follows, what is said
+# where it cannot)}; None: the error ends that import; "": nothing is said. Imported here,
+# transformers' quantizers would add 1.2 s and 75 MB to torch's 2.2 s and 220 MB.
+_MODELING = "transformers.modeling_utils"
+_PLUGS = {
+    "ops": ("torch", None),
+    "hf.quantizer": ("transformers.quantizers.auto", "transformers cannot load packed models"),
+    "hf.save": (_MODELING, None),
+    "hf.gguf": (_MODELING, "transformers reads GGUF files otherwise"),
+    "hf.generation": (_MODELING, "transformers has other attention"),
+    "hf.experts": (_MODELING, "transformers has other experts"),
+    "hf.methods": (_MODELING, None),
+    "hf.diffusers.quantizer": ("diffusers.quantizers.auto", "diffusers cannot load packed models"),
+    "hf.diffusers.save": (
+        "diffusers.models.modeling_utils",
+        "diffusers cannot save packed models",
+    ),
+    "hf.diffusers.attention": (
+        "diffusers.models.attention",
+        "diffusers cannot tell that packed projections are not fused",
+    ),
+    "hf.diffusers.lora": (
+        "diffusers.loaders.lora_pipeline",
+        "diffusers cannot load LoRA into packed models",
+    ),
+    "hf.sentences": ("sentence_transformers", "sentence-transformers has other modules"),
+    "hf.trl": ("trl.trainer.utils", ""),  # the loss of older ones takes the model's logits
+    "models.lora.others": ("peft.tuners.lora", "PEFT cannot merge LoRA into packed layers"),
+}
 
 
-def _plug_into_transformers() -> None:
+def _plug(part: str, problem: str | None) -> None:
     try:
-        from .hf import quantizer  # noqa: F401  # it registers the quant_method "metalmm"
-    except ImportError as error:
-        import warnings
-
-        warnings.warn(f"this transformers cannot load packed models: {error}", stacklevel=2)
-
-
-def _plug_into_gguf() -> None:
-    try:
-        from .hf import gguf  # noqa: F401  # from_pretrained(gguf_file=...) names load_gguf
+        import_module(f".{part}", __name__)
     except (ImportError, AttributeError) as error:
-        import warnings
-
-        warnings.warn(f"this transformers reads GGUF files otherwise: {error}", stacklevel=2)
-
-
-def _plug_into_saving() -> None:
-    from .hf import save  # noqa: F401  # save_pretrained of packed models becomes its own
-
-
-def _plug_into_attention() -> None:
-    try:
-        # They register the attention function "metalmm", and how fuse_ chooses generate()'s cache.
-        from .hf import attention, generation  # noqa: F401
-    except (ImportError, AttributeError) as error:
-        import warnings
-
-        warnings.warn(f"this transformers has other attention: {error}", stacklevel=2)
-
-
-def _plug_into_experts() -> None:
-    try:
-        from .hf import experts  # noqa: F401  # it registers the experts implementation "metalmm"
-    except (ImportError, AttributeError) as error:
-        import warnings
-
-        warnings.warn(f"this transformers has other experts: {error}", stacklevel=2)
-
-
-def _plug_into_diffusers(part: str, what: str) -> Callable[[], None]:
-    """What imports a part of hf/diffusers, by which diffusers can do what `what` says."""
-
-    def plug() -> None:
-        try:
-            import_module(f".hf.diffusers.{part}", __name__)
-        except (ImportError, AttributeError) as error:
+        if problem is None:
+            raise
+        if problem:
             import warnings
 
-            warnings.warn(f"this diffusers cannot {what}: {error}", stacklevel=2)
-
-    return plug
+            warnings.warn(f"this {problem}: {error}", stacklevel=2)
 
 
-def _plug_into_models() -> None:
-    from .hf import methods  # noqa: F401  # counts and resizing know of packed layers
-
-
-def _plug_into_sentences() -> None:
-    try:
-        from .hf import sentences  # noqa: F401  # its models load with packed embeddings
-    except (ImportError, AttributeError) as error:
-        import warnings
-
-        warnings.warn(f"this sentence-transformers has other modules: {error}", stacklevel=2)
-
-
-def _plug_into_trl() -> None:
-    with suppress(ImportError, AttributeError):  # older ones, whose loss takes the model's logits
-        from .hf import trl  # noqa: F401  # its loss decodes slices of a packed output head
-
-
-def _plug_into_peft() -> None:
-    try:
-        from .models.lora import layers, others  # noqa: F401  # they register layers and checks
-    except (ImportError, AttributeError) as error:
-        import warnings
-
-        warnings.warn(f"this PEFT cannot merge LoRA into packed layers: {error}", stacklevel=2)
-
-
-when_imported("torch", _register_ops)
-# Imported here, transformers' quantizers would add 1.2 s and 75 MB to torch's 2.2 s and 220 MB.
-when_imported("transformers.quantizers.auto", _plug_into_transformers)
-when_imported("transformers.modeling_utils", _plug_into_saving)
-when_imported("transformers.modeling_utils", _plug_into_gguf)
-when_imported("transformers.modeling_utils", _plug_into_attention)
-when_imported("transformers.modeling_utils", _plug_into_experts)
-for _module, _part, _what in (
-    ("quantizers.auto", "quantizer", "load packed models"),
-    ("models.modeling_utils", "save", "save packed models"),
-    ("models.attention", "attention", "tell that packed projections are not fused"),
-    ("loaders.lora_pipeline", "lora", "load LoRA into packed models"),
-):
-    when_imported(f"diffusers.{_module}", _plug_into_diffusers(_part, _what))
-when_imported("transformers.modeling_utils", _plug_into_models)
-when_imported("sentence_transformers", _plug_into_sentences)
-when_imported("trl.trainer.utils", _plug_into_trl)
-when_imported("peft.tuners.lora", _plug_into_peft)
+for _part, (_module, _problem) in _PLUGS.items():
+    when_imported(_module, partial(_plug, _part, _problem))

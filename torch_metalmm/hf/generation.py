@@ -10,6 +10,7 @@ from transformers.modeling_utils import PreTrainedModel
 
 from ..models.attach import plug_in_caches
 from ..models.cache_argument import cache_in, cache_of_generate
+from . import attention as attention  # which registers ATTENTION
 from .caches import ATTENTION, name_of, pair_of, rows_of
 from .replay import Replayed, replayed
 
@@ -153,4 +154,4 @@ def _keyed(config: Any, wanted: Any, name: str) -> Any:
     return None
 
 
-plug_in_caches(check_cache, set_cache, drop_cache)
+plug_in_caches(check=check_cache, set=set_cache, drop=drop_cache)

@@ -21,16 +21,8 @@ class _Plug(NamedTuple):
     attach: Callable[[Any], None]
 
 
-class _Caches(NamedTuple):
-    """What hf/generation.py has under these names."""
-
-    check: Callable[[Iterable[Any], str], None]
-    set: Callable[[Iterable[Any], str], None]
-    drop: Callable[[Iterable[Any]], None]
-
-
 _plugs: list[_Plug] = []
-_caches: list[_Caches] = []
+_caches: dict[str, Callable[..., None]] = {}  # check, set and drop of hf/generation.py
 
 
 def plug_in(kind: tuple[str, str], quantizer: type, attach: Callable[[Any], None]) -> None:
@@ -41,29 +33,28 @@ def plug_in(kind: tuple[str, str], quantizer: type, attach: Callable[[Any], None
     _plugs.append(_Plug(kind, quantizer, attach))
 
 
-def plug_in_caches(*functions: Any) -> None:
-    """Let check_cache, set_cache and drop_cache call these."""
-    _caches.append(_Caches(*functions))
+def plug_in_caches(**functions: Callable[..., None]) -> None:
+    """Let check_cache, set_cache and drop_cache call these: check, set and drop."""
+    _caches.update(functions)
 
 
 def check_cache(models: Iterable[Any], format: str) -> None:
     """ValueError: there is no such format, no model generates, or a model's heads do not fit it."""
     if not _caches:
         raise ValueError(f"cache: {format!r}; the model is none of transformers that generates")
-    for plug in _caches:
-        plug.check(models, format)
+    _caches["check"](models, format)
 
 
 def set_cache(models: Iterable[Any], format: str) -> None:
     """generate() of models of transformers makes a PackedCache of this format."""
-    for plug in _caches:
-        plug.set(models, format)
+    if _caches:
+        _caches["set"](models, format)
 
 
 def drop_cache(models: Iterable[Any]) -> None:
     """generate() makes the cache that it made before set_cache."""
-    for plug in _caches:
-        plug.drop(models)
+    if _caches:
+        _caches["drop"](models)
 
 
 def attach(model: Any) -> None:

@@ -24,21 +24,25 @@ from torch import Tensor, nn
 
 from ...nn import QuantEmbedding, QuantLinear
 from ...nn.fused import LinearPart
-from ...nn.packed import quantize_weight
-from .base import MergesPacked, describe, is_packed
+from ...nn.packed import Packed, quantize_weight
 from .report import forget, merges_reported, record
 
 # Other named initialisations decompose the base weight or put a remainder in the weight's place.
 _INITS = ("gaussian", "eva", "orthogonal")
 
 
-class _OnPacked(MergesPacked):
+class OnPacked:
     """Before a LoRA layer of PEFT in the bases: its base layer is packed."""
 
     base_layer: Any
     merged_adapters: list[str]
+    _dora: Any
     _caches: dict[str, Any]
     _before_merge: tuple[Tensor, Tensor | None] | None = None
+
+    @property
+    def lora_variants(self) -> dict[tuple[str, ...], Any]:
+        return {**super().lora_variants, ("use_dora",): self._dora}  # type: ignore[misc]
 
     def update_layer(self, adapter_name: str, *args: Any, config: Any, **kwargs: Any) -> None:
         init = config.init_lora_weights
@@ -61,8 +65,8 @@ class _OnPacked(MergesPacked):
         The bytes before the first merge are kept, so that unmerge() gives exactly them back.
         ValueError, and nothing changed: the merged weight has NaN or Inf.
         """
-        if not is_packed(self.base_layer):
-            return super().merge(safe_merge, adapter_names)  # type: ignore[misc,no-any-return]
+        if not isinstance(self.base_layer, Packed):
+            return super().merge(safe_merge, adapter_names)  # type: ignore[misc]
         names = check_adapters_to_merge(self, adapter_names)
         if not names:
             return
@@ -90,8 +94,8 @@ class _OnPacked(MergesPacked):
 
     def unmerge(self) -> None:
         """Put the bytes back that the layer had before merge()."""
-        if not is_packed(self.base_layer) or self._before_merge is None:
-            return super().unmerge()  # type: ignore[misc,no-any-return]
+        if not isinstance(self.base_layer, Packed) or self._before_merge is None:
+            return super().unmerge()  # type: ignore[misc]
         device = self.base_layer.weight.device
         weight, bias = self._before_merge
         _put(self.base_layer, weight.to(device), None if bias is None else bias.to(device))
@@ -104,7 +108,7 @@ class _OnPacked(MergesPacked):
     def decoded(self) -> Iterator[Any]:
         """Inside, base_layer is a dense f32 copy of itself, to be read or written."""
         packed = self.base_layer
-        if not is_packed(packed):
+        if not isinstance(packed, Packed):
             yield packed
             return
         self.base_layer = _dense_copy(packed)
@@ -114,57 +118,44 @@ class _OnPacked(MergesPacked):
             self.base_layer = packed
 
 
-class _DoraLinear(DoraLinearVariant):  # type: ignore[misc]
+class _Decodes:
     """DoRA needs the norms of the weight's rows, and decodes it for them in every forward."""
 
-    @staticmethod
-    def init(module: Any, adapter_name: str, **kwargs: Any) -> None:
+    @classmethod
+    def init(cls, module: Any, *args: Any, **kwargs: Any) -> None:
         with module.decoded():
-            DoraLinearVariant.init(module, adapter_name, **kwargs)
+            super().init(module, *args, **kwargs)  # type: ignore[misc]
 
-    @staticmethod
-    def forward(module: Any, *args: Any, **kwargs: Any) -> Tensor:
+    @classmethod
+    def forward(cls, module: Any, *args: Any, **kwargs: Any) -> Tensor:
         with module.decoded():
-            result: Tensor = DoraLinearVariant.forward(module, *args, **kwargs)
-        return result
+            return super().forward(module, *args, **kwargs)  # type: ignore[misc]
 
 
-class _DoraEmbedding(DoraEmbeddingVariant):  # type: ignore[misc]
-    """As _DoraLinear, for embeddings."""
-
-    @staticmethod
-    def init(module: Any, adapter_name: str, **kwargs: Any) -> None:
-        with module.decoded():
-            DoraEmbeddingVariant.init(module, adapter_name, **kwargs)
-
-    @staticmethod
-    def forward(module: Any, *args: Any, **kwargs: Any) -> Tensor:
-        with module.decoded():
-            result: Tensor = DoraEmbeddingVariant.forward(module, *args, **kwargs)
-        return result
+class _DoraLinear(_Decodes, DoraLinearVariant):  # type: ignore[misc]
+    pass
 
 
-class PackedLoraLinear(_OnPacked, Linear):  # type: ignore[misc]
+class _DoraEmbedding(_Decodes, DoraEmbeddingVariant):  # type: ignore[misc]
+    pass
+
+
+class PackedLoraLinear(OnPacked, Linear):  # type: ignore[misc]
     """PEFT's lora.Linear around a QuantLinear."""
 
-    @property
-    def lora_variants(self) -> dict[tuple[str, ...], Any]:
-        return {**super().lora_variants, ("use_dora",): _DoraLinear}
+    _dora = _DoraLinear
 
 
-class PackedLoraEmbedding(_OnPacked, Embedding):  # type: ignore[misc]
+class PackedLoraEmbedding(OnPacked, Embedding):  # type: ignore[misc]
     """PEFT's lora.Embedding around a QuantEmbedding."""
+
+    _dora = _DoraEmbedding
 
     def _get_embed_scale(self) -> Tensor | None:
         scale = self.get_base_layer().embed_scale
         if isinstance(scale, float):  # PEFT's own would give the result the dtype of the weight
             return torch.tensor(scale, device=self.base_layer.weight.device)
-        result: Tensor | None = super()._get_embed_scale()
-        return result
-
-    @property
-    def lora_variants(self) -> dict[tuple[str, ...], Any]:
-        return {**super().lora_variants, ("use_dora",): _DoraEmbedding}
+        return super()._get_embed_scale()
 
 
 class PackedLoraModel(LoraModel):  # type: ignore[misc]
@@ -174,11 +165,8 @@ class PackedLoraModel(LoraModel):  # type: ignore[misc]
     def _create_new_module(
         lora_config: Any, adapter_name: str, target: nn.Module, **kwargs: Any
     ) -> nn.Module:
-        if not is_packed(target) or lora_config._custom_modules:
-            other: nn.Module = LoraModel._create_new_module(
-                lora_config, adapter_name, target, **kwargs
-            )
-            return other
+        if not isinstance(target, Packed) or lora_config._custom_modules:
+            return LoraModel._create_new_module(lora_config, adapter_name, target, **kwargs)
         if (name := kwargs.pop("parameter_name", None)) is not None:
             raise ValueError(
                 f"target_parameters: {name} of {describe(target)} is packed; use target_modules"
@@ -190,13 +178,12 @@ class PackedLoraModel(LoraModel):  # type: ignore[misc]
             )
             lora_config.fan_in_fan_out = False
         kind = PackedLoraLinear if isinstance(target, QuantLinear) else PackedLoraEmbedding
-        layer: nn.Module = kind(target, adapter_name, config=lora_config, **kwargs)
-        return layer
+        return kind(target, adapter_name, config=lora_config, **kwargs)
 
     def _check_merge_allowed(self) -> None:
         super()._check_merge_allowed()
         for name, module in self.model.named_modules():
-            if isinstance(module, _OnPacked) and isinstance(module.base_layer, LinearPart):
+            if isinstance(module, OnPacked) and isinstance(module.base_layer, LinearPart):
                 raise ValueError(f"{name} is part of a fused layer; call unfuse_ before merging")
 
     def merge_adapter(self, *args: Any, **kwargs: Any) -> None:
@@ -206,6 +193,10 @@ class PackedLoraModel(LoraModel):  # type: ignore[misc]
     def _unload_and_optionally_merge(self, *args: Any, **kwargs: Any) -> Any:
         with merges_reported(self.model):
             return super()._unload_and_optionally_merge(*args, **kwargs)
+
+
+def describe(module: Any) -> str:
+    return f"{type(module).__name__}({module.extra_repr()})"
 
 
 def _dense_copy(packed: QuantLinear | QuantEmbedding) -> nn.Module:

@@ -16,8 +16,9 @@ from typing import Any
 from peft.tuners.tuners_utils import BaseTuner, BaseTunerLayer
 from peft.utils.other import AuxiliaryTrainingWrapper
 
+from ...nn.packed import Packed
 from ...nn.sharded import Sharded
-from .base import MergesPacked, describe, is_packed
+from .layers import OnPacked, describe
 
 TRAINS = (
     *("ADALORA", "C3A", "FOURIERFT", "GRALORA", "IA3", "LILY", "MISS", "OFT"),
@@ -43,7 +44,7 @@ def _check_target(tuner: Any, config: Any, model: Any, target: str) -> None:
     if method in ("LORA", *TRAINS) and not isinstance(tuner, MixedModel):
         return
     for name, module in model.named_modules():
-        if name.rpartition(".")[2] != target or not is_packed(module):
+        if name.rpartition(".")[2] != target or not isinstance(module, Packed):
             continue
         if tuner._check_target_module_exists(config, name):
             refused = "PeftMixedModel" if isinstance(tuner, MixedModel) else method
@@ -74,8 +75,8 @@ def _check_layer_merge(layer: Any, *args: Any, **kwargs: Any) -> None:
 def _merges_bytes(module: Any) -> bool:
     return (
         isinstance(module, BaseTunerLayer)
-        and not isinstance(module, MergesPacked)
-        and is_packed(module.get_base_layer())
+        and not isinstance(module, OnPacked)
+        and isinstance(module.get_base_layer(), Packed)
     )
 
 
@@ -91,7 +92,7 @@ def _guard_layers(tuner: Any, model: Any, *args: Any, **kwargs: Any) -> None:
 
 def _check_copy(wrapper: Any, module: Any, *args: Any, **kwargs: Any) -> None:
     """ValueError: PEFT would train a copy of a packed layer, or rows of it."""
-    if is_packed(module):
+    if isinstance(module, Packed):
         raise ValueError(
             f"modules_to_save and trainable_token_indices need a dense layer, but "
             f"{describe(module)} is packed: leave it dense (MetalMMConfig's skip, or None as its "
