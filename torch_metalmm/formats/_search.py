@@ -79,10 +79,7 @@ def first_min(x: Tensor) -> Tensor:
 
 def first_max(x: Tensor) -> Tensor:
     """The largest element, the first one of equals."""
-    best = x[0]
-    for row in x[1:]:
-        best = torch.where(row > best, row, best)
-    return best
+    return -first_min(-x)
 
 
 def reciprocal(d: Tensor) -> Tensor:

@@ -30,15 +30,30 @@ def _truncate(v: Tensor, high: int) -> Tensor:
     return torch.nan_to_num(v, nan=0.0).trunc_().clamp_(0, high).to(torch.uint8)
 
 
-class _Symmetric(WeightedBlock):
-    """w = d * (q - h), h = 2**(bits - 1); d = (the element of largest |x|, first of equals) / -h;
-    q = min(trunc(x * (1 / d) + (h + 0.5)), 2 * h - 1), with 1 / 0 = 0.
-    With an importance, d and q are those of search_symmetric.
-    """
+class _Block32(WeightedBlock):
+    """Scales as f16, then the codes: nibbles, of 5 bits behind the fifth ones as qh[4]."""
 
     block_values = 32
     bits: int
     spread, over_rows = 1, True
+
+    def joined(self, q: Tensor) -> Tensor:
+        """q uint8 [B, 32] < 2**bits -> uint8 [B, 4 * bits]."""
+        nibbles = join_fields(q & 15, 1, 4)
+        return nibbles if self.bits == 4 else torch.cat([join_fields(q >> 4, 4, 1), nibbles], 1)
+
+    def split(self, data: Tensor) -> Tensor:
+        """Inverse of joined, as f32."""
+        if self.bits == 4:
+            return split_fields(data, 1, 4).float()
+        return (split_fields(data[:, 4:], 1, 4) | (split_fields(data[:, :4], 4, 1) << 4)).float()
+
+
+class _Symmetric(_Block32):
+    """w = d * (q - h), h = 2**(bits - 1); d = (the element of largest |x|, first of equals) / -h;
+    q = min(trunc(x * (1 / d) + (h + 0.5)), 2 * h - 1), with 1 / 0 = 0.
+    With an importance, d and q are those of search_symmetric.
+    """
 
     def codes(self, x: Tensor, w: Tensor | None) -> tuple[Tensor, Tensor]:
         """x f32 [B, 32] -> d f32 [B], q uint8 [B, 32]."""
@@ -50,40 +65,40 @@ class _Symmetric(WeightedBlock):
         q = _truncate(x * reciprocal(d)[:, None] + (half + 0.5), 2 * half - 1)
         return d, q
 
+    def encode(self, x: Tensor, w: Tensor | None = None) -> Tensor:
+        d, q = self.codes(x, w)
+        return torch.cat([half_to_bytes(d), self.joined(q)], dim=1)
 
-class _Asymmetric(WeightedBlock):
+    def decode(self, blocks: Tensor) -> Tensor:
+        return bytes_to_half(blocks[:, :2]) * (self.split(blocks[:, 2:]) - (1 << (self.bits - 1)))
+
+
+class _Asymmetric(_Block32):
     """w = d * q + m; m = min(x), d = (max(x) - min(x)) / (2**bits - 1);
     q = min(trunc((x - m) * (1 / d) + 0.5), 2**bits - 1), with 1 / 0 = 0.
     min and max are the first of equals, so the sign of a zero m is that of the first zero.
     With an importance, d, -m and q are those of search_asymmetric.
     """
 
-    block_values = 32
-    bits: int
-    spread, over_rows = 1, True
-
     def codes(self, x: Tensor, w: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
         """x f32 [B, 32] -> d f32 [B], m f32 [B], q uint8 [B, 32]."""
         high = (1 << self.bits) - 1
-        if w is not None:
-            xt, wt = elements_first(x, 32), elements_first(w, 32)
-            d, m, q = search_asymmetric(xt, wt, high, *WEIGHTED_TRIALS)
-            return d, -m, groups_first(q, x.shape[0]).to(torch.uint8)
         xt = elements_first(x, 32)
+        if w is not None:
+            d, m, q = search_asymmetric(xt, elements_first(w, 32), high, *WEIGHTED_TRIALS)
+            return d, -m, groups_first(q, x.shape[0]).to(torch.uint8)
         m = first_min(xt)
         d = (first_max(xt) - m) / high
         q = _truncate((x - m[:, None]) * reciprocal(d)[:, None] + 0.5, high)
         return d, m, q
 
+    def encode(self, x: Tensor, w: Tensor | None = None) -> Tensor:
+        d, m, q = self.codes(x, w)
+        return torch.cat([half_to_bytes(d), half_to_bytes(m), self.joined(q)], dim=1)
 
-def _join_fifth(q: Tensor) -> Tensor:
-    """q uint8 [B, 32] < 32 -> qh[4] | qs[16], uint8 [B, 20]."""
-    return torch.cat([join_fields(q >> 4, 4, 1), join_fields(q & 15, 1, 4)], dim=1)
-
-
-def _split_fifth(data: Tensor) -> Tensor:
-    """Inverse of _join_fifth, as f32."""
-    return (split_fields(data[:, 4:], 1, 4) | (split_fields(data[:, :4], 4, 1) << 4)).float()
+    def decode(self, blocks: Tensor) -> Tensor:
+        d, m = bytes_to_half(blocks[:, :2]), bytes_to_half(blocks[:, 2:4])
+        return d * self.split(blocks[:, 4:]) + m
 
 
 class Q4_0(_Symmetric):
@@ -91,26 +106,11 @@ class Q4_0(_Symmetric):
 
     name, block_bytes, bits = "q4_0", 18, 4
 
-    def encode(self, x: Tensor, w: Tensor | None = None) -> Tensor:
-        d, q = self.codes(x, w)
-        return torch.cat([half_to_bytes(d), join_fields(q, 1, 4)], dim=1)
-
-    def decode(self, blocks: Tensor) -> Tensor:
-        return bytes_to_half(blocks[:, :2]) * (split_fields(blocks[:, 2:], 1, 4).float() - 8)
-
 
 class Q4_1(_Asymmetric):
     """d f16 @0, m f16 @2, qs[16] @4."""
 
     name, block_bytes, bits = "q4_1", 20, 4
-
-    def encode(self, x: Tensor, w: Tensor | None = None) -> Tensor:
-        d, m, q = self.codes(x, w)
-        return torch.cat([half_to_bytes(d), half_to_bytes(m), join_fields(q, 1, 4)], dim=1)
-
-    def decode(self, blocks: Tensor) -> Tensor:
-        q = split_fields(blocks[:, 4:], 1, 4).float()
-        return bytes_to_half(blocks[:, :2]) * q + bytes_to_half(blocks[:, 2:4])
 
 
 class Q5_0(_Symmetric):
@@ -118,26 +118,11 @@ class Q5_0(_Symmetric):
 
     name, block_bytes, bits = "q5_0", 22, 5
 
-    def encode(self, x: Tensor, w: Tensor | None = None) -> Tensor:
-        d, q = self.codes(x, w)
-        return torch.cat([half_to_bytes(d), _join_fifth(q)], dim=1)
-
-    def decode(self, blocks: Tensor) -> Tensor:
-        return bytes_to_half(blocks[:, :2]) * (_split_fifth(blocks[:, 2:]) - 16)
-
 
 class Q5_1(_Asymmetric):
     """d f16 @0, m f16 @2, qh u32 @4, qs[16] @8."""
 
     name, block_bytes, bits = "q5_1", 24, 5
-
-    def encode(self, x: Tensor, w: Tensor | None = None) -> Tensor:
-        d, m, q = self.codes(x, w)
-        return torch.cat([half_to_bytes(d), half_to_bytes(m), _join_fifth(q)], dim=1)
-
-    def decode(self, blocks: Tensor) -> Tensor:
-        d, m = bytes_to_half(blocks[:, :2]), bytes_to_half(blocks[:, 2:4])
-        return d * _split_fifth(blocks[:, 4:]) + m
 
 
 class Q8_0(BlockFormat):

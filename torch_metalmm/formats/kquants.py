@@ -184,49 +184,40 @@ def _split_scales(data: Tensor) -> tuple[Tensor, Tensor]:
     return sc, torch.cat([b & 63, (c >> 4) | ((b >> 6) << 4)], dim=1)
 
 
-class Q4_K(_Asymmetric):
-    """d f16 @0, dmin f16 @2, scales[12] @4 (8 sc and 8 m of 6 bits), qs[128] @16.
+class _Grouped32(_Asymmetric):
+    """d f16 @0, dmin f16 @2, scales[12] @4 (8 sc and 8 m of 6 bits), then the codes.
 
     Groups of 32; the search minimises sum weight * error^2.
     """
 
-    name, block_bytes = "q4_k", 144
-    fallback = "q5_0"
-    group, bits, levels, trials = 32, 4, 63, (-1.0, 0.1, 20, False)
-    spread = 2
+    group, levels, spread = 32, 63, 2
 
     def encode(self, x: Tensor, w: Tensor | None = None) -> Tensor:
         d, dmin, sc, m, q = self.search(x, w)
         head = [half_to_bytes(d), half_to_bytes(dmin), _join_scales(sc, m)]
-        return torch.cat([*head, join_fields(q, 4, 4)], dim=1)
+        fifth = [join_fields(q >> 4, 1, 1)] if self.bits == 5 else []
+        return torch.cat([*head, *fifth, join_fields(q & 15, 4, 4)], dim=1)
 
     def decode(self, blocks: Tensor) -> Tensor:
         d, dmin = bytes_to_half(blocks[:, :2]), bytes_to_half(blocks[:, 2:4])
-        return self.values(
-            d, dmin, *_split_scales(blocks[:, 4:16]), split_fields(blocks[:, 16:], 4, 4)
-        )
-
-
-class Q5_K(_Asymmetric):
-    """d f16 @0, dmin f16 @2, scales[12] @4, qh[32] @16, qs[128] @48.
-
-    As q4_k; bit s of qh[l] is the fifth bit of element 32 * s + l.
-    """
-
-    name, block_bytes = "q5_k", 176
-    fallback = "q5_1"
-    group, bits, levels, trials = 32, 5, 63, (-0.5, 0.1, 15, False)
-    spread = 2
-
-    def encode(self, x: Tensor, w: Tensor | None = None) -> Tensor:
-        d, dmin, sc, m, q = self.search(x, w)
-        head = [half_to_bytes(d), half_to_bytes(dmin), _join_scales(sc, m)]
-        return torch.cat([*head, join_fields(q >> 4, 1, 1), join_fields(q & 15, 4, 4)], dim=1)
-
-    def decode(self, blocks: Tensor) -> Tensor:
-        d, dmin = bytes_to_half(blocks[:, :2]), bytes_to_half(blocks[:, 2:4])
-        q = split_fields(blocks[:, 48:], 4, 4) | (split_fields(blocks[:, 16:48], 1, 1) << 4)
+        q = split_fields(blocks[:, -128:], 4, 4)
+        if self.bits == 5:
+            q = q | (split_fields(blocks[:, 16:48], 1, 1) << 4)
         return self.values(d, dmin, *_split_scales(blocks[:, 4:16]), q)
+
+
+class Q4_K(_Grouped32):
+    """qs[128] @16."""
+
+    name, block_bytes, fallback = "q4_k", 144, "q5_0"
+    bits, trials = 4, (-1.0, 0.1, 20, False)
+
+
+class Q5_K(_Grouped32):
+    """qh[32] @16, qs[128] @48; bit s of qh[l] is the fifth bit of element 32 * s + l."""
+
+    name, block_bytes, fallback = "q5_k", 176, "q5_1"
+    bits, trials = 5, (-0.5, 0.1, 15, False)
 
 
 class Q6_K(WeightedBlock):

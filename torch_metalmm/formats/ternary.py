@@ -14,7 +14,7 @@ from ._bits import (
     split_fields,
     stream_to_codes,
 )
-from ._search import elements_first, reciprocal
+from ._search import elements_first, ordered_sum, reciprocal
 
 
 class _Ternary(BlockFormat):
@@ -86,9 +86,7 @@ class Q1_0(BlockFormat):
     name, block_values, block_bytes, fallback = "q1_0", 128, 18, "q4_0"
 
     def encode(self, x: Tensor) -> Tensor:
-        total = x.new_zeros(len(x))
-        for values in elements_first(x.abs(), 128):
-            total = total + values
+        total = ordered_sum(elements_first(x.abs(), 128))
         return torch.cat([half_to_bytes(total / 128), codes_to_stream((x >= 0).byte(), 1)], dim=1)
 
     def decode(self, blocks: Tensor) -> Tensor:
