@@ -14,10 +14,13 @@ from torch import Tensor, nn
 
 from .. import formats
 from ..files.headers import Found, read_headers
+from ..models.attach import quantized_by_another
 from ..models.experts import Stack
 from ..models.quantize import Job
 from ..models.replace import weight_shape
 from ..models.shard.apply import whole_shape
+from ..nn import QuantEmbedding, QuantLinear
+from ..nn.sharded import ColumnsLinear
 
 _SOURCES = ("F64", "F32", "F16", "BF16")  # safetensors dtypes that can be packed
 
@@ -117,7 +120,41 @@ def check_floats(model: Any, found: dict[str, Found]) -> None:
             raise ValueError(f"{tensor.file}: {name} is {tensor.dtype}, not a float dtype")
 
 
-def check_order(name: str, order: Tensor | None) -> None:
+def refuse_disk(pre_quantized: bool, device_map: Any) -> None:
+    """ValueError: weights would be packed and then offloaded to files that are not packed."""
+    places = device_map.values() if isinstance(device_map, dict) else ()
+    if not pre_quantized and "disk" in places:
+        raise ValueError(
+            "device_map sends layers to the disk, where they cannot be packed: save a packed "
+            "model first and load that"
+        )
+
+
+def check_one_method(model: Any) -> None:
+    """ValueError: another method quantized layers of the model, too."""
+    if quantized_by_another(model):
+        other = type(model.hf_quantizer).__name__
+        raise ValueError(
+            f"the model has packed layers and is quantized by {other}, too; config.json has room "
+            "for one method"
+        )
+
+
+def shape_in_words(layer: Any) -> str:
+    n, k = weight_shape(layer)
+    return f"{n} rows of {k}" + (", a bias" if getattr(layer, "bias", None) is not None else "")
+
+
+def finish_loaded(model: nn.Module) -> None:
+    """What the layers need once their bytes are there. ValueError: an input_order is none."""
+    for name, module in model.named_modules():
+        if isinstance(module, QuantEmbedding):
+            module.reset_scale()
+        elif isinstance(module, QuantLinear) and not isinstance(module, ColumnsLinear):
+            _check_order(name, module.input_order)
+
+
+def _check_order(name: str, order: Tensor | None) -> None:
     if order is None or order.is_meta:
         return
     if not torch.equal(order.sort().values, torch.arange(len(order), device=order.device)):

@@ -28,14 +28,15 @@ from ..models.skeleton import empty_like
 from ..models.stored import put_empty, stored_jobs, take_activations, unpack_
 from ..nn import QuantEmbedding, QuantExperts, QuantLinear
 from ..nn.packed import quantize_weight
-from ..nn.sharded import ColumnsLinear, Sharded
+from ..nn.sharded import Sharded
 from .checks import (
     check_floats,
-    check_order,
     check_shape,
     check_sources,
     check_stored,
     find_tensors,
+    finish_loaded,
+    refuse_disk,
     require_safetensors,
 )
 from .config import MetalMMConfig, site_names, stored_config
@@ -63,32 +64,19 @@ class MetalMMQuantizer(HfQuantizer):
     """
 
     quantization_config: MetalMMConfig
+    is_trainable = True  # adapters are: packed weights are frozen, but gradients pass through them
+    is_compileable = True
 
     def __init__(self, quantization_config: MetalMMConfig, **kwargs: Any) -> None:
         super().__init__(quantization_config, **kwargs)
         self._jobs: list[Job] = []  # the dense layers that were replaced; empty once loaded
         self._files: list[str] | None = None
 
-    @property
-    def is_trainable(self) -> bool:
-        """Whether adapters train: packed weights are frozen, but gradients pass through them."""
-        return True
-
-    @property
-    def is_compileable(self) -> bool:
-        return True
-
     def is_serializable(self) -> bool:
         return True
 
     def validate_environment(self, *args: Any, device_map: Any = None, **kwargs: Any) -> None:
-        """ValueError: weights would be packed and then offloaded to files that are not packed."""
-        places = device_map.values() if isinstance(device_map, dict) else ()
-        if not self.pre_quantized and "disk" in places:
-            raise ValueError(
-                "device_map sends layers to the disk, where they cannot be packed: save a packed "
-                "model first and load that"
-            )
+        refuse_disk(self.pre_quantized, device_map)
 
     # Before the weights
 
@@ -181,11 +169,7 @@ class MetalMMQuantizer(HfQuantizer):
     def _process_model_after_weight_loading(self, model: Any, **kwargs: Any) -> None:
         self._jobs, self._files, self.pre_quantized = [], None, True
         forget_styles(model)
-        for name, module in model.named_modules():
-            if isinstance(module, QuantEmbedding):
-                module.reset_scale()
-            elif isinstance(module, QuantLinear) and not isinstance(module, ColumnsLinear):
-                check_order(name, module.input_order)
+        finish_loaded(model)
         model._weight_conversions = []  # the file gets the model's own names
         self._record(model)
 

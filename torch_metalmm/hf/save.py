@@ -18,13 +18,12 @@ from transformers.modeling_utils import PreTrainedModel
 from ..files.folder import replaceable_weights
 from ..files.owned import obsolete_weights, prepare_folder
 from ..files.staging import is_staging, staged
-from ..models.attach import quantized_by_another
 from ..models.experts import homes
-from ..models.replace import weight_shape
 from ..models.shard.gather import on_whole
 from ..models.skeleton import can_pack, empty_like, tied_names
 from ..nn import QuantExperts
 from ..nn.sharded import is_sharded
+from .checks import check_one_method, shape_in_words
 from .config import stored_config
 from .quantizer import attach, tie
 
@@ -40,12 +39,7 @@ def check_save(model: Any, folder: str | os.PathLike[str]) -> tuple[Path, set[st
     """
     if not isinstance(model, PreTrainedModel):
         raise ValueError(f"model must be a transformers model, got {type(model).__name__}")
-    if quantized_by_another(model):
-        other = type(model.hf_quantizer).__name__
-        raise ValueError(
-            f"the model has packed layers and is quantized by {other}, too; config.json has room "
-            "for one method"
-        )
+    check_one_method(model)
     _check_layers(model)
     target = prepare_folder(folder, replaceable_weights)
     return target, replaceable_weights(target) or set()
@@ -74,8 +68,8 @@ def _check_layers(model: Any) -> None:
         ours, theirs = layers[name], modules.get(name)
         if theirs is None or not can_pack(made, [weight]):
             problem = "no layer that can be packed"
-        elif _shape(ours) != _shape(theirs):
-            problem = f"{_shape(theirs)}, the packed layer has {_shape(ours)}"
+        elif shape_in_words(ours) != shape_in_words(theirs):
+            problem = f"{shape_in_words(theirs)}, the packed layer has {shape_in_words(ours)}"
         elif apart := set(shared.get(weight, ())) - set(names[weight]):
             problem = f"a weight of its own for it, which is that of {min(apart)} here"
         else:
@@ -92,11 +86,6 @@ def _of_experts(layer: Any) -> str:
     sizes = f"{layer.num_experts} x {layer.hidden_dim} x {layer.intermediate_dim}"
     gate = dataclasses.replace(layer.gate, interleaved=False)
     return f"{sizes}, {gate}, {'gated' if layer.is_gated else 'not gated'}, biases {biases}"
-
-
-def _shape(layer: Any) -> str:
-    n, k = weight_shape(layer)
-    return f"{n} rows of {k}" + (", a bias" if getattr(layer, "bias", None) is not None else "")
 
 
 @functools.wraps(_save)

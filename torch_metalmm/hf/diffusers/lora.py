@@ -30,16 +30,14 @@ def _calculate_module_shape(
         layer = model.get_submodule(base_weight_param_name.removesuffix(".weight"))
     if isinstance(layer, QuantLinear):
         return torch.Size((layer.out_features, layer.in_features))
-    shape: torch.Size = _shape(model, base_module, base_weight_param_name)
-    return shape
+    return _shape(model, base_module, base_weight_param_name)
 
 
 def _dequantize(model: Any, module: Any) -> Tensor:
     """What a wider dense layer begins with: the decoded weight."""
     if isinstance(module, QuantLinear):
         return module.dequantize(model.dtype)
-    weight: Tensor = _dense(model, module)
-    return weight
+    return _dense(model, module)
 
 
 def _maybe_expand_lora_state_dict(
@@ -55,8 +53,7 @@ def _maybe_expand_lora_state_dict(
         if isinstance(layer, QuantLinear) and given.shape[1] < layer.in_features:
             missing = layer.in_features - given.shape[1]
             lora_state_dict[key] = torch.nn.functional.pad(given, (0, missing))
-    padded: dict[str, Tensor] = _expand(cls, transformer, lora_state_dict)
-    return padded
+    return _expand(cls, transformer, lora_state_dict)
 
 
 FluxLoraLoaderMixin._calculate_module_shape = staticmethod(_calculate_module_shape)

@@ -20,12 +20,18 @@ from ...files.headers import read_headers
 from ...models.attach import DIFFUSERS, plug_in
 from ...models.experts import Stack
 from ...models.quantize import Job, check_weight, plan, warn_fallbacks
-from ...models.replace import packable, replaceable, weight_shape
+from ...models.replace import packable, replaceable
 from ...models.skeleton import parameters_on_meta
 from ...models.stored import put_empty, stored_jobs, take_activations, unpack_
-from ...nn import QuantEmbedding, QuantLinear
 from ...nn.packed import quantize_weight
-from ..checks import check_floats, check_order, check_stored, require_safetensors
+from ..checks import (
+    check_floats,
+    check_stored,
+    finish_loaded,
+    refuse_disk,
+    require_safetensors,
+    shape_in_words,
+)
 from ..config import MetalMMConfig, site_names, stored_config
 
 _SOURCES = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
@@ -71,6 +77,8 @@ class DiffusersMetalMMQuantizer(DiffusersQuantizer):  # type: ignore[misc]  # un
     """
 
     use_keep_in_fp32_modules = True
+    is_serializable = is_compileable = True
+    is_trainable = True  # adapters are, as in hf/quantizer.py
     quantization_config: MetalMMConfig
     pre_quantized: bool
 
@@ -82,30 +90,12 @@ class DiffusersMetalMMQuantizer(DiffusersQuantizer):  # type: ignore[misc]  # un
         self._packed: set[str] = set()
 
     @property
-    def is_serializable(self) -> bool:
-        return True
-
-    @property
-    def is_trainable(self) -> bool:
-        """Whether adapters train: packed weights are frozen, but gradients pass through them."""
-        return True
-
-    @property
-    def is_compileable(self) -> bool:
-        return True
-
-    @property
     def supports_parallel_loading(self) -> bool:
         return self.pre_quantized  # else threads would each hold a dense weight
 
     def validate_environment(self, *args: Any, device_map: Any = None, **kwargs: Any) -> None:
         """ValueError: what diffusers' loaders have no way to do while they pack."""
-        places = device_map.values() if isinstance(device_map, dict) else ()
-        if not self.pre_quantized and "disk" in places:
-            raise ValueError(
-                "device_map sends layers to the disk, where they cannot be packed: save a packed "
-                "model first and load that"
-            )
+        refuse_disk(self.pre_quantized, device_map)
         if self.quantization_config.importance is not None:
             raise ValueError(
                 "quantization_config: importance is read by transformers' from_pretrained; for a "
@@ -187,11 +177,7 @@ class DiffusersMetalMMQuantizer(DiffusersQuantizer):  # type: ignore[misc]  # un
             raise ValueError(f"the checkpoint has no tensor for {left[0]}, which is to be packed")
         if not self.pre_quantized:
             take_activations(model, self.quantization_config.activations)
-        for name, module in model.named_modules():
-            if isinstance(module, QuantEmbedding):
-                module.reset_scale()
-            elif isinstance(module, QuantLinear):
-                check_order(name, module.input_order)
+        finish_loaded(model)
         attach(model)
         config = model.config.get("quantization_config")  # as it was, if every layer stayed dense
         self._jobs, self._packed, self._files = {}, set(), ()
@@ -214,8 +200,8 @@ def check_layers(model: nn.Module, names: Sequence[str]) -> None:
         ours, theirs = model.get_submodule(name), layers.get(name)
         if theirs is None or not packable(theirs) or not replaceable(made, name):
             problem = "no layer that can be packed"
-        elif _shape(ours) != _shape(theirs):
-            problem = f"{_shape(theirs)}, the packed layer has {_shape(ours)}"
+        elif shape_in_words(ours) != shape_in_words(theirs):
+            problem = f"{shape_in_words(theirs)}, the packed layer has {shape_in_words(ours)}"
         else:
             continue
         advice = "change the layer or the config"
@@ -237,11 +223,6 @@ def check_layers(model: nn.Module, names: Sequence[str]) -> None:
                 f"{owner} could not be saved: it is a {kind} whose {leaf} is {tensor.dtype} "
                 f"{list(tensor.shape)}, the model's is {want.dtype} {list(want.shape)}"
             )
-
-
-def _shape(layer: Any) -> str:
-    n, k = weight_shape(layer)
-    return f"{n} rows of {k}" + (", a bias" if getattr(layer, "bias", None) is not None else "")
 
 
 AUTO_QUANTIZER_MAPPING[QUANT_METHOD] = DiffusersMetalMMQuantizer

@@ -16,7 +16,7 @@ from diffusers.models.modeling_utils import ModelMixin
 
 from ...files.folder import is_packed
 from ...files.staging import is_staging, staged
-from ...models.attach import quantized_by_another
+from ..checks import check_one_method
 from ..config import stored_config
 from ..num_parameters import of_weights
 from .quantizer import attach, check_layers, forget
@@ -29,12 +29,7 @@ _STEM = "diffusion_pytorch_model"
 def _check(model: Any, given: dict[str, Any]) -> None:
     config = stored_config(model)
     assert config is not None
-    if quantized_by_another(model):
-        other = type(model.hf_quantizer).__name__
-        raise ValueError(
-            f"the model has packed layers and is quantized by {other}, too; config.json has room "
-            "for one method"
-        )
+    check_one_method(model)
     if not given.get("safe_serialization", True) or given.get("use_flashpack"):
         raise ValueError("packed layers are saved as safetensors only: safe_serialization=True")
     check_layers(model, [name for name, format in config.modules.items() if format])
