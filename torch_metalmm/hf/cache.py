@@ -102,16 +102,13 @@ class PackedCache(Cache):
         if isinstance(layer, PackedLayer):
             layer.returns_packed = self.config._attn_implementation == ATTENTION
         given = (key_states, value_states, layer_idx, *args)
-        rows: tuple[Any, Any]
         if torch.compiler.is_compiling():
-            rows = super().update(*given, **kwargs)
-            return rows
+            return super().update(*given, **kwargs)
         try:
-            rows = super().update(*given, **kwargs)
+            return super().update(*given, **kwargs)
         except BaseException:
             self.undo()
             raise
-        return rows
 
     def expect(self, rows: int) -> None:
         """So many rows will be held, as far as one knows: room for them is made when some is.
@@ -181,8 +178,7 @@ class PackedCache(Cache):
         if not layer.takes(shape[0], kv_heads, head_size):
             like = x.new_empty(shape[0], kv_heads, 0, head_size)
             layer.prepare(like, like)
-        room: Room = layer.room(shape[1], is_masked)
-        return room
+        return layer.room(shape[1], is_masked)
 
     def stored(self, number: int, room: Room, count: int) -> Stored:
         """`count` rows that are written in this room, for layers that share them."""

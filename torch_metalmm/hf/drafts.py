@@ -7,7 +7,7 @@ right only decides how fast an answer is (decoding.py).
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Hashable
+from collections.abc import Hashable, Sequence
 from statistics import median
 from typing import Any, Protocol, runtime_checkable
 
@@ -54,6 +54,14 @@ class Sees(Drafter, Protocol):
     def see(self, start: int, hidden: Tensor) -> None:
         """The rows [1, n, hidden_size] of a step, of positions from start on; those of earlier
         steps from there on are of no text."""
+
+
+def agreeing(a: Sequence[int], b: Sequence[int], known: int = 0) -> int:
+    """How many tokens both texts begin with, of which so many are known."""
+    most = min(len(a), len(b))
+    while known < most and a[known] == b[known]:
+        known += 1
+    return known
 
 
 class Lookup:
@@ -113,13 +121,9 @@ class Lookup:
 class SmallModel:
     """The likeliest tokens of a model of the same vocabulary, on a cache of its own."""
 
-    def __init__(self, model: Any, cache: Any = None) -> None:
-        """cache: an empty one that can be cropped; None: a PackedCache in the model's dtype.
-
-        ValueError: the model's cache cannot go back (recurrent layers).
-        """
-        self.model = model
-        self._cache = PackedCache(model.config) if cache is None else cache
+    def __init__(self, model: Any) -> None:
+        """ValueError: the model's cache cannot go back (recurrent layers)."""
+        self.model, self._cache = model, PackedCache(model.config)
         if any(hasattr(layer, "recurrent_states") for layer in self._cache.layers):
             raise ValueError(
                 f"draft: a {type(model).__name__}, whose recurrent layers cannot go back"
@@ -139,9 +143,7 @@ class SmallModel:
 
     def propose(self, most: int) -> list[int]:
         tokens, held = self._tokens, self._held
-        same = min(self._known, len(tokens) - 1)
-        while same < min(len(held), len(tokens) - 1) and held[same] == tokens[same]:
-            same += 1
+        same = agreeing(held, tokens[:-1], min(self._known, len(tokens) - 1))
         if len(held) > same:
             self._cache.crop(same - len(held))
         self._held = held = tokens[:same]

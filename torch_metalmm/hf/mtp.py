@@ -11,19 +11,18 @@ from torch import Tensor
 from ..models.mtp import MtpHead
 from ..nn.hidden import LastHidden, last_hidden
 from .cache import PackedCache
-from .drafts import EXPECTED
+from .drafts import EXPECTED, agreeing
 from .replay import Replayed, replayed
 
 
 class Mtp:
     """Drafts by an MtpHead, which sees what the model computes of a text (drafts.Sees)."""
 
-    def __init__(self, model: Any, head: MtpHead, cache: Any = None) -> None:
-        """cache: an empty one for the head's layer; None: a PackedCache in the model's dtype."""
+    def __init__(self, model: Any, head: MtpHead) -> None:
         if replayed(head.block) is not None and replayed(head) is None:
             Replayed(head).attach()
         self.head, self._g = head, last_hidden(head) or LastHidden(head)
-        self._cache = PackedCache(head.block.config) if cache is None else cache
+        self._cache = PackedCache(head.block.config)
         self.hidden = last_hidden(model) or LastHidden(model)
         self._tokens: list[int] = []
         # The head's cache has a row of each position from the first one on that is read, and the
@@ -32,12 +31,9 @@ class Mtp:
         self._rows: list[Tensor] = []
 
     def begin(self, tokens: list[int]) -> None:
-        same = 0
-        while same < min(len(tokens), len(self._tokens)) and tokens[same] == self._tokens[same]:
-            same += 1
+        same = agreeing(tokens, self._tokens)
         self._tokens = [*tokens]
-        if isinstance(self._cache, PackedCache):
-            self._cache.expect(len(tokens) + EXPECTED)
+        self._cache.expect(len(tokens) + EXPECTED)
         self._cut(same - 1)
         self._keep(same)
 

@@ -36,16 +36,14 @@ class Sequence:
 
     def reuse(self, ids: list[int]) -> int:
         """Be the longest beginning of the text that is held, without its last token; its length."""
+        from ..hf.drafts import agreeing
+
         if not self.keeps:
             return 0
         is_long = self._long_from is not None and len(ids) >= self._long_from
         if self.cache is None or is_long != self._is_long:
             self.cache, self.tokens, self._is_long = self.new_cache(), [], is_long
-        same = 0
-        for held, token in zip(self.tokens, ids[:-1], strict=False):  # the last is always read
-            if held != token:
-                break
-            same += 1
+        same = agreeing(self.tokens, ids[:-1])  # the last is always read
         surplus = len(self.tokens) - same
         if surplus:
             try:
@@ -126,7 +124,9 @@ def keeps_rows(model: Any, states: bool = False) -> bool:
     rows = DynamicLayer, DynamicSlidingWindowLayer, LinearAttentionAndFullAttentionLayer
     layers = DynamicCache(config=model.config).layers
     recurrent = [layer for layer in layers if isinstance(layer, LinearAttentionLayer)]
-    if recurrent and not (states and len(recurrent) == _fused_mixers(model)):
+    fused = [each for module in model.modules() if (each := fused_layer(module)) is not None]
+    mixers = sum(each.recipe.mixer is not None for each in fused)  # that our ops compute
+    if recurrent and not (states and len(recurrent) == mixers):
         return False
     kinds = (*rows, DummyLayer, LinearAttentionLayer)
     return (
@@ -134,12 +134,6 @@ def keeps_rows(model: Any, states: bool = False) -> bool:
         and all(type(x) in kinds for x in layers)
         and long_from(model) is None
     )
-
-
-def _fused_mixers(model: Any) -> int:
-    """Layers whose recurrent part is computed by our ops."""
-    fused = [fused_layer(module) for module in model.modules()]
-    return sum(each is not None and each.recipe.mixer is not None for each in fused)
 
 
 def keeps_cache(model: Any) -> bool:

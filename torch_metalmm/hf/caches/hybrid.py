@@ -11,6 +11,16 @@ from transformers.cache_utils import LinearAttentionLayer
 from .layers import PackedLayer
 
 
+def _of_both(name: str) -> Any:
+    """A method that is done to the states, which may refuse, and then to the rows."""
+
+    def both(layer: Any, *args: Any) -> None:
+        for kind in (LinearAttentionLayer, PackedLayer):
+            getattr(kind, name)(layer, *args)
+
+    return both
+
+
 class HybridPackedLayer(LinearAttentionLayer, PackedLayer):  # type: ignore[misc, override]
     """Keys and values as PackedLayer has them, states as transformers' own layers.
 
@@ -31,28 +41,11 @@ class HybridPackedLayer(LinearAttentionLayer, PackedLayer):  # type: ignore[misc
         else:
             LinearAttentionLayer.lazy_initialization(self, **states)
 
-    def offload(self) -> None:
-        PackedLayer.offload(self)  # type: ignore[no-untyped-call]
-        LinearAttentionLayer.offload(self)  # type: ignore[no-untyped-call]
-
-    def prefetch(self) -> None:
-        PackedLayer.prefetch(self)  # type: ignore[no-untyped-call]
-        LinearAttentionLayer.prefetch(self)  # type: ignore[no-untyped-call]
-
     def get_max_length(self) -> int:
         return PackedLayer.get_max_length(self)
 
-    def reset(self) -> None:
-        PackedLayer.reset(self)
-        LinearAttentionLayer.reset(self)
-
-    def crop(self, tokens_to_remove: int) -> None:
-        LinearAttentionLayer.crop(self, tokens_to_remove)
-        PackedLayer.crop(self, tokens_to_remove)
-
-    def reorder_cache(self, beam_idx: Tensor) -> None:
-        PackedLayer.reorder_cache(self, beam_idx)
-        LinearAttentionLayer.reorder_cache(self, beam_idx)  # type: ignore[arg-type]
+    offload, prefetch, reset = _of_both("offload"), _of_both("prefetch"), _of_both("reset")
+    crop, reorder_cache = _of_both("crop"), _of_both("reorder_cache")
 
 
 def states_of(layers: Iterable[Any]) -> list[Tensor]:

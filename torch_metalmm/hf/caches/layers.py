@@ -58,7 +58,8 @@ class PackedLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]
         """format: "K/V", or one name of both; None: of the first keys' dtype."""
         super().__init__()  # type: ignore[no-untyped-call]
         names = None if format is None else format.split("/")
-        self.formats = None if names is None else (names[0], names[-1])
+        # Of keys and of values; None before the first keys.
+        self.formats: Any = None if names is None else (names[0], names[-1])
         self.end = 0  # the slots below hold rows
         self.base = 0  # the position of slot 0
         self.returns_packed = False
@@ -80,7 +81,6 @@ class PackedLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]
 
     def _empty(self, shape: Sequence[int], slots: int, which: int) -> Tensor:
         """Slots for rows of this shape [B, kv_heads, S, D], which: 0 of keys, 1 of values."""
-        assert self.formats is not None
         format, size = self.formats[which], (shape[0], shape[1], slots)
         row, dtype = shape[3], formats.DTYPES.get(format)
         if dtype is None:
@@ -104,17 +104,19 @@ class PackedLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]
 
     def _make_room(self, count: int) -> None:
         slots = self.keys.shape[2]
-        if self.end + count <= slots:
-            return
-        first = self._first_kept()
+        if self.end + count > slots:
+            first = self._first_kept()
+            self._move(first, self._capacity(self.end - first + count, slots))
+
+    def _move(self, first: int, slots: int) -> None:
+        """The rows from `first` on become the first of so many slots."""
         kept = self.end - first
-        wanted = self._capacity(kept + count, slots)
         for name in ("keys", "values"):
             old = getattr(self, name)
-            if wanted == slots:
+            if slots == old.shape[2]:
                 old[:, :, :kept] = old[:, :, first : self.end].clone()
                 continue
-            new = self._resized(old, wanted)
+            new = self._resized(old, slots)
             new[:, :, :kept] = old[:, :, first : self.end]
             setattr(self, name, new)
         self._moved(first)
@@ -189,7 +191,6 @@ class PackedLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]
         return 0
 
     def _write(self, k: Tensor, v: Tensor) -> None:
-        assert self.formats is not None
         count = k.shape[2]
         # On a CPU the op refuses finite values that f16 has not.
         is_checked = k.is_cpu and k.dtype != torch.float16 and "f16" in self.formats
@@ -200,7 +201,6 @@ class PackedLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]
             self._append(k, v, self.slots.of(self.end, count, k.device)[0])
 
     def _append(self, k: Tensor, v: Tensor, slots: Tensor) -> None:
-        assert self.formats is not None
         if self.dims[0] == self.dims[1]:
             ops.cache_append(self.keys, self.values, k, v, slots, *self.formats)
             return
@@ -219,14 +219,12 @@ class PackedLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]
         self.end = end + count
         keys, values = self.keys, self.values
         slots, length = self.slots.of(end, count, keys.device, getattr(self, "sliding_window", 0))
-        assert self.formats is not None
         if count <= FEW_QUERIES:
             return Room(self.formats, keys, values, slots, keys, values, length)
         k, v = (rows.narrow(2, 0, end + count) for rows in (keys, values))
         return Room(self.formats, keys, values, slots, k, v, None)
 
     def _rows(self, rows: Tensor, first: int, which: int) -> Any:
-        assert self.formats is not None
         seen = rows[:, :, first : self.end]
         if not self._is_packed() and seen.dtype == self.dtype:
             return seen
@@ -235,7 +233,6 @@ class PackedLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]
 
     def _is_packed(self) -> bool:
         """Whether keys or values are rows that not every attention function reads."""
-        assert self.formats is not None
         return not formats.DTYPES.keys() >= set(self.formats)
 
     # ---- as a file has them
@@ -262,7 +259,6 @@ class PackedLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]
         self._check_held(base, keys.shape[2])
         (batch, heads, count, _), like = keys.shape, torch.empty(0, dtype=dtype, device=device)
         self.lazy_initialization(*(like.new_empty(batch, heads, 0, size) for size in dims))
-        assert self.formats is not None
         given = zip(("keys", "values"), (keys, values), self.formats, strict=True)
         for name, rows, format in given:
             own = getattr(self, name)
@@ -328,7 +324,10 @@ class PackedLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]
         if tokens_to_remove > 0:
             raise ValueError(f"crop: {tokens_to_remove}; must be negative, the tokens to remove")
         self.transaction.settle()
-        self.end = max(0, self.end + tokens_to_remove)
+        self._shorten(-tokens_to_remove)
+
+    def _shorten(self, count: int) -> None:
+        self.end = max(0, self.end - count)
 
     def _replace(self, change: Callable[[Tensor], Tensor]) -> None:
         self.transaction.settle()
@@ -406,13 +405,7 @@ class PackedSlidingLayer(PackedLayer):  # type: ignore[no-untyped-call]
         slots, most = self.keys.shape[2], self.sliding_window - 1 + SLACK
         is_long = slots > most and self.end - self._first_kept() + count <= most
         if is_long:  # of a prompt that was longer than the window
-            first = self._first_kept()
-            for name in ("keys", "values"):
-                old = getattr(self, name)
-                new = self._resized(old, most)
-                new[:, :, : self.end - first] = old[:, :, first : self.end]
-                setattr(self, name, new)
-            self._moved(first)
+            self._move(self._first_kept(), most)
         super()._make_room(count)
 
     def _moved(self, count: int) -> None:

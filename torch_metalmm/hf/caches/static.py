@@ -60,7 +60,6 @@ class StaticPackedLayer(PackedLayer):  # type: ignore[no-untyped-call]
 
     def room(self, count: int, is_masked: bool = False) -> Room:
         slots, keys, values = self._advance(count), self.keys, self.values
-        assert self.formats is not None
         return Room(self.formats, keys, values, slots, keys, values, self.length)
 
     def _fit(self, count: int) -> None:
@@ -84,7 +83,6 @@ class StaticPackedLayer(PackedLayer):  # type: ignore[no-untyped-call]
         return self._rows(self.keys, 0, 0), self._rows(self.values, 0, 1)
 
     def _rows(self, rows: Tensor, first: int, which: int) -> Any:
-        assert self.formats is not None
         packed = PackedRows(rows, self.formats[which], self.dims[which], self.dtype, self.length)
         return packed if self.returns_packed else packed.decoded()
 
@@ -130,12 +128,9 @@ class StaticPackedLayer(PackedLayer):  # type: ignore[no-untyped-call]
         if self.leads:
             self.last_and_length.copy_(torch.stack((length - 1, length)))
 
-    def crop(self, tokens_to_remove: int) -> None:
-        if tokens_to_remove > 0:
-            raise ValueError(f"crop: {tokens_to_remove}; must be negative, the tokens to remove")
-        self.transaction.settle()
+    def _shorten(self, count: int) -> None:
         if self.is_initialized:
-            self._set_length((self.length + tokens_to_remove).clamp(min=0))
+            self._set_length((self.length - count).clamp(min=0))
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
         self.transaction.settle()
