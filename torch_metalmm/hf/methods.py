@@ -14,8 +14,8 @@ from torch import nn
 from transformers.modeling_utils import PreTrainedModel
 
 from ..models.shard.apply import whole_shape
-from ..nn import QuantEmbedding, QuantExperts, QuantLinear
-from ..nn.packed import Packed
+from ..nn import QuantEmbedding, QuantLinear
+from ..nn.packed import PackedState
 from ..nn.sharded import Sharded
 from .num_parameters import of_weights
 
@@ -56,8 +56,7 @@ def _cast(name: str) -> Callable[[PreTrainedModel], PreTrainedModel]:
     @functools.wraps(theirs)
     def cast(self: PreTrainedModel, *args: Any) -> PreTrainedModel:
         method = getattr(nn.Module, name) if _is_packed(self) else theirs
-        cast_model: PreTrainedModel = method(self, *args)
-        return cast_model
+        return method(self, *args)
 
     return cast
 
@@ -73,7 +72,7 @@ def double(self: PreTrainedModel) -> PreTrainedModel:
 
 
 def _is_packed(model: nn.Module) -> bool:
-    return any(isinstance(module, Packed | QuantExperts) for module in model.modules())
+    return any(isinstance(module, PackedState) for module in model.modules())
 
 
 PreTrainedModel.half = _cast("half")  # type: ignore[method-assign]

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from .. import formats
-from ..nn import QuantEmbedding, QuantExperts, QuantLinear
+from ..nn.packed import PackedState
 
 
 def check_finite(path: str | os.PathLike[str], model: nn.Module) -> None:
@@ -46,13 +46,8 @@ def _weights(model: Any) -> Iterator[tuple[str, Tensor, str]]:
     """(name, uint8 [rows, row_bytes], format) of each packed weight that has data; once each."""
     seen = set()
     for name, module in model.named_modules():
-        if isinstance(module, QuantLinear | QuantEmbedding):
-            given = {"weight": module.format}
-        elif isinstance(module, QuantExperts):
-            given = module.formats
-        else:
-            continue
-        for leaf, kind in given.items():
+        given = module.packed() if isinstance(module, PackedState) else {}
+        for leaf, (kind, _) in given.items():
             weight = getattr(module, leaf).detach()
             if weight.is_meta or weight.numel() == 0 or weight.data_ptr() in seen:
                 continue

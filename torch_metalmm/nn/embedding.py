@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from .. import formats
 from .linear import QuantLinear
-from .packed import Packed, check_packed, quantize_weight
+from .packed import Packed, check_packed, packed_as
 
 
 class QuantEmbedding(Packed, nn.Embedding):
@@ -70,18 +70,13 @@ class QuantEmbedding(Packed, nn.Embedding):
                 "and a packed one is frozen"
             )
         name = formats.get(format).name
-        if not isinstance(embedding, QuantEmbedding):
-            packed, dtype = quantize_weight(embedding.weight, name), embedding.weight.dtype
-        elif embedding.format == name:
-            packed, dtype = embedding.weight, embedding.dtype
-        else:
-            packed, dtype = quantize_weight(embedding.dequantize(), name), embedding.dtype
+        own = embedding if isinstance(embedding, QuantEmbedding) else embedding.weight
         return cls.from_packed(
-            packed,
+            packed_as(embedding, name),
             embedding.embedding_dim,
             name,
             embedding.padding_idx,
-            dtype,
+            own.dtype,
             embedding_scale(embedding),
         )
 

@@ -8,10 +8,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from .. import formats
+from ..formats import get as _spec  # `formats` is an argument here
 from .activations import Activations, of_call
 from .gate import ACTIVATIONS, Gate
-from .packed import check_loaded
+from .packed import PackedState
 
 _expert_linear = torch.ops.metalmm.expert_linear.default
 _expert_swiglu = torch.ops.metalmm.expert_swiglu.default
@@ -23,14 +23,14 @@ MERGED, APART, UNGATED = (GATE_UP, DOWN), (GATE, UP, DOWN), (UP, DOWN)
 _FORMS = (MERGED, APART, UNGATED)
 
 
-class QuantExperts(Activations, nn.Module):
+class QuantExperts(Activations, PackedState):
     """Sum over c of weights[t, c] expert ids[t, c] (x[t]), the weights of experts packed.
 
     An expert is down(act(gate x) * up x), or down(act(up x)), with biases or without. The stacks
     are frozen uint8 parameters [E, rows, row_bytes] with the names that transformers has for them:
     gate_up_proj [E, 2 N, ...] or, apart, gate_proj and up_proj [E, N, ...]; down_proj [E, H, ...].
-    gate_up_proj_bias [E, 2 N] is gate's first and then up's where they are apart. state_dict's
-    metadata has the formats, one for each stack. `.to(dtype)` converts the biases alone.
+    gate_up_proj_bias [E, 2 N] is gate's first and then up's where they are apart. `.to(dtype)`
+    converts the biases alone.
 
     activations, set by activations_: as QuantLinear has it.
     """
@@ -100,6 +100,9 @@ class QuantExperts(Activations, nn.Module):
         setattr(self, stack, weight)
         self.formats[stack] = spec.name
 
+    def packed(self) -> dict[str, tuple[str, int]]:
+        return {stack: (format, self.shape(stack)[1]) for stack, format in self.formats.items()}
+
     def rows_of_both(self, merged: Tensor) -> tuple[Tensor, Tensor]:
         """What of gate_up_proj or its bias, [E, 2 N, ...], is gate's and what up's; views."""
         if GATE in self.formats:
@@ -140,10 +143,9 @@ class QuantExperts(Activations, nn.Module):
     def _down(
         self, inner: Tensor, ids: Tensor, scores: Tensor | None, options: Any, p: Any
     ) -> Tensor:
-        out: Tensor = _expert_linear(
+        return _expert_linear(
             inner, p[DOWN], ids, p.get(f"{DOWN}_bias"), self.formats[DOWN], scores, **options
         )
-        return out
 
     def _inner(self, x: Tensor, ids: Tensor, kind: dict[str, str], p: Any) -> Tensor:
         """What each chosen expert's down multiplies, [T, C, N]."""
@@ -163,45 +165,15 @@ class QuantExperts(Activations, nn.Module):
         options: dict[str, Any] = {"limit": gate.limit, "alpha": gate.alpha, **kind}
         if first == GATE:
             options["up_weight"] = p[UP]
-        inner: Tensor = _expert_swiglu(
+        return _expert_swiglu(
             x, p[first], ids, bias, named[first], gate.activation,
             gate.interleaved and first == GATE_UP, **options,
         )  # fmt: skip
-        return inner
 
     def extra_repr(self) -> str:
         named = ", ".join(f"{stack}={format}" for stack, format in self.formats.items())
         sizes = f"{self.num_experts}, {self.hidden_dim}, {self.intermediate_dim}"
         return f"{sizes}, {self.gate.activation}, {named}"
-
-    def _save_to_state_dict(
-        self, destination: dict[str, Any], prefix: str, keep_vars: bool
-    ) -> None:
-        super()._save_to_state_dict(destination, prefix, keep_vars)
-        metadata = getattr(destination, "_metadata", None)
-        if metadata is not None:
-            metadata.setdefault(prefix[:-1], {})["formats"] = dict(self.formats)
-
-    def _load_from_state_dict(
-        self,
-        state_dict: dict[str, Any],
-        prefix: str,
-        local_metadata: dict[str, Any],
-        *rest: Any,
-    ) -> None:
-        stored = local_metadata.get("formats", self.formats)
-        for stack, format in self.formats.items():
-            given = state_dict.get(prefix + stack)
-            if given is None:
-                continue
-            weight, k = self.get_parameter(stack), self.shape(stack)[1]
-            wrong = check_loaded(
-                prefix + stack, given, weight, stored.get(stack, format), format, k
-            )
-            if wrong:
-                rest[-1].append(wrong)  # of error_msgs
-                return
-        super()._load_from_state_dict(state_dict, prefix, local_metadata, *rest)
 
 
 class SortedExperts(QuantExperts):
@@ -226,7 +198,3 @@ class SortedExperts(QuantExperts):
         rows = self._down(inner, ids, None, kind, p)
         out = rows.new_zeros(by_token.shape).scatter(1, where, rows)  # autocast: not x's dtype
         return out.transpose(0, 1).reshape(-1, h)
-
-
-def _spec(format: str) -> formats.Format:
-    return formats.get(format)

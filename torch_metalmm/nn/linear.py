@@ -10,7 +10,7 @@ from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
 
 from .. import formats
 from .activations import Activations, of_call, set_activations, takes_rounded
-from .packed import Packed, check_packed, quantize_weight
+from .packed import Packed, check_packed, packed_as
 
 _linear = torch.ops.metalmm.linear.default
 
@@ -60,11 +60,7 @@ class QuantLinear(Activations, Packed, NonDynamicallyQuantizableLinear):
         A QuantLinear is decoded and quantized again unless it already has the format.
         """
         name = formats.get(format).name
-        if isinstance(linear, QuantLinear) and linear.format == name:
-            packed: Tensor = linear.weight
-        else:
-            dense = linear.dequantize() if isinstance(linear, QuantLinear) else linear.weight
-            packed = quantize_weight(dense, name)
+        packed = packed_as(linear, name)
         layer = cls.from_packed(packed, linear.in_features, name, linear.bias)
         if packed is linear.weight:
             layer.input_order = getattr(linear, "input_order", None)
@@ -105,8 +101,7 @@ class QuantLinear(Activations, Packed, NonDynamicallyQuantizableLinear):
         if order is not None:
             x = x.index_select(-1, order)
         tensors, kind = self._parameters, of_call(self._activations, x)
-        y: Tensor = _linear(x, tensors["weight"], tensors["bias"], self.format, **kind)
-        return y
+        return _linear(x, tensors["weight"], tensors["bias"], self.format, **kind)
 
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
         order = state_dict.get(prefix + "input_order")

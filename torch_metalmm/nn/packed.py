@@ -15,12 +15,54 @@ from .. import ops as ops  # registers torch.ops.metalmm
 from ..formats._bits import as_bytes
 
 
-class Packed(nn.Module):
-    """The base of QuantLinear and QuantEmbedding.
+class PackedState(nn.Module):
+    """The base of all layers with packed parameters, which state_dict holds as they are.
 
-    state_dict holds the packed bytes under "weight"; the name of the format travels in the
-    state_dict's metadata, so torch.save keeps it and loading into another format is an error.
+    The names of their formats travel in the state_dict's metadata, so torch.save keeps them and
+    loading into another format is an error.
     """
+
+    def packed(self) -> dict[str, tuple[str, int]]:
+        """{name of a packed parameter: (its format, K)}."""
+        raise NotImplementedError
+
+    def _save_to_state_dict(
+        self, destination: dict[str, Any], prefix: str, keep_vars: bool
+    ) -> None:
+        super()._save_to_state_dict(destination, prefix, keep_vars)
+        metadata = getattr(destination, "_metadata", None)
+        if metadata is not None:
+            named = {leaf: format for leaf, (format, _) in self.packed().items()}
+            metadata.setdefault(prefix[:-1], {})["formats"] = named
+
+    def _load_from_state_dict(
+        self,
+        state_dict: dict[str, Any],
+        prefix: str,
+        local_metadata: dict[str, Any],
+        *rest: Any,
+    ) -> None:
+        stored = local_metadata.get("formats", {})
+        for leaf, (format, k) in self.packed().items():
+            given, want = state_dict.get(prefix + leaf), self.get_parameter(leaf).shape
+            wrong = ""
+            if given is None:
+                continue
+            if stored.get(leaf, format) != format:
+                wrong = f"is stored as {stored[leaf]}, this layer holds {format}"
+            elif given.dtype != torch.uint8 or given.shape != want:
+                wrong = (
+                    f"must be uint8 {list(want)} ({format}, K = {k}), "
+                    f"got {given.dtype} {list(given.shape)}"
+                )
+            if wrong:
+                rest[-1].append(f"{prefix}{leaf} {wrong}")  # of error_msgs
+                return
+        super()._load_from_state_dict(state_dict, prefix, local_metadata, *rest)
+
+
+class Packed(PackedState):
+    """The base of QuantLinear and QuantEmbedding."""
 
     format: str
     weight: Tensor  # a frozen uint8 Parameter
@@ -33,6 +75,9 @@ class Packed(nn.Module):
 
     def _columns(self) -> int:
         raise NotImplementedError
+
+    def packed(self) -> dict[str, tuple[str, int]]:
+        return {"weight": (self.format, self._columns())}
 
     def reset_parameters(self) -> None:
         """Does nothing: packed bytes are loaded, never drawn at random."""
@@ -68,50 +113,7 @@ class Packed(nn.Module):
 
     def dequantize(self, dtype: torch.dtype | None = None) -> Tensor:
         """W [N, K] as a new dense tensor of `dtype` (default float32)."""
-        out: Tensor = torch.ops.metalmm.dequantize(
-            self.weight, self.format, self._columns(), dtype=dtype
-        )
-        return out
-
-    def _save_to_state_dict(
-        self, destination: dict[str, Any], prefix: str, keep_vars: bool
-    ) -> None:
-        super()._save_to_state_dict(destination, prefix, keep_vars)
-        metadata = getattr(destination, "_metadata", None)
-        if metadata is not None:
-            metadata.setdefault(prefix[:-1], {})["format"] = self.format
-
-    def _load_from_state_dict(
-        self,
-        state_dict: dict[str, Any],
-        prefix: str,
-        local_metadata: dict[str, Any],
-        *rest: Any,
-    ) -> None:
-        given = state_dict.get(prefix + "weight")
-        if given is not None:
-            stored = local_metadata.get("format", self.format)
-            wrong = check_loaded(
-                f"{prefix}weight", given, self.weight, stored, self.format, self._columns()
-            )
-            if wrong:
-                rest[-1].append(wrong)  # of error_msgs
-                return
-        super()._load_from_state_dict(state_dict, prefix, local_metadata, *rest)
-
-
-def check_loaded(
-    name: str, given: Tensor, weight: Tensor, stored: str, format: str, k: int
-) -> str | None:
-    """Why bytes of a state dict, stored in one format, are not those of a layer of another."""
-    if stored != format:
-        return f"{name} is stored as {stored}, this layer holds {format}"
-    if given.dtype != torch.uint8 or given.shape != weight.shape:
-        return (
-            f"{name} must be uint8 {list(weight.shape)} ({format}, K = {k}), "
-            f"got {given.dtype} {list(given.shape)}"
-        )
-    return None
+        return torch.ops.metalmm.dequantize(self.weight, self.format, self._columns(), dtype=dtype)
 
 
 def check_packed(weight: Tensor, k: int, format: str) -> tuple[formats.Format, nn.Parameter]:
@@ -129,6 +131,14 @@ def check_packed(weight: Tensor, k: int, format: str) -> tuple[formats.Format, n
     if isinstance(weight, nn.Parameter):
         return spec, weight
     return spec, nn.Parameter(weight, requires_grad=False)
+
+
+def packed_as(layer: Any, format: str) -> Tensor:
+    """The weight of a layer, dense or packed, in the format: the packed one itself if it has it."""
+    if isinstance(layer, Packed) and layer.format == format:
+        return layer.weight
+    dense = layer.dequantize() if isinstance(layer, Packed) else layer.weight
+    return quantize_weight(dense, format)
 
 
 def quantize_weight(

@@ -96,7 +96,7 @@ def test_a_fused_model_keeps_its_state_dict() -> None:
     fuse_(model, "swiglu")
     state = model.state_dict()
     assert list(state) == list(want) and all(torch.equal(state[n], want[n]) for n in want)
-    assert state._metadata["attention.a"]["format"] == "q4_k"
+    assert state._metadata["attention.a"]["formats"] == {"weight": "q4_k"}
     # The bytes exist once, although the parameters have other names.
     total = sum(p.nbytes for p in model.parameters())
     assert total == sum(t.nbytes for t in want.values())
