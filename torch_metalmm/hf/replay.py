@@ -29,6 +29,7 @@ from ..models.fuse.report import describe_layers
 from ..nn.again import Again, who_notes
 from ..nn.exact import is_exact
 from ..nn.hidden import LastHidden, last_hidden
+from ..nn.settings import StandIn
 from .cache import PackedCache
 from .caches.layers import Unrecorded
 from .caches.paged import PagedCache
@@ -107,7 +108,7 @@ class _Recorded(TorchFunctionMode):
     def __enter__(self) -> _Recorded:
         self._before = _records.set(True)
         self._step.native.start()
-        return super().__enter__()  # type: ignore[no-any-return, no-untyped-call]
+        return super().__enter__()  # type: ignore[no-untyped-call]
 
     def __exit__(self, kind: Any, *error: Any) -> None:
         super().__exit__(kind, *error)  # type: ignore[no-untyped-call]
@@ -134,21 +135,20 @@ class _Output:
         return out
 
 
-class Replayed:
+class Replayed(StandIn):
     """The forward of a model whose steps on a PackedCache are recorded and replayed."""
 
     def __init__(self, model: Any) -> None:
-        self.model = model
+        super().__init__(model)
         self._prepare()
 
-    def attach(self) -> None:
-        self.model.__dict__["forward"] = self
-
-    def detach(self) -> None:
-        del self.model.__dict__["forward"]
+    @property
+    def forward(self) -> Any:  # type: ignore[override]
+        """This object, which has the signature of the model's own."""
+        return self
 
     def _prepare(self) -> None:
-        forward = type(self.model).forward.__get__(self.model)
+        forward = type(self.module).forward.__get__(self.module)
         signature = inspect.signature(forward)
         self.__signature__, self._first = signature, next(iter(signature.parameters), "")
         self.why, self.replays = "no step on a PackedCache has been computed", 0
@@ -156,14 +156,11 @@ class Replayed:
         self._caches: WeakKeyDictionary[Any, OrderedDict[Any, _Step]] = WeakKeyDictionary()
 
     def __getstate__(self) -> dict[str, Any]:
-        return {"model": self.model}  # recordings are of this model's memory
+        return {"module": self.module}  # recordings are of this model's memory
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        self.model = state["model"]
+        self.module = state["module"]
         self._prepare()
-
-    def original(self, *args: Any, **kwargs: Any) -> Any:
-        return type(self.model).forward(self.model, *args, **kwargs)
 
     def kinds(self) -> list[_Step]:
         """The kinds of steps that are known, of all caches."""
@@ -218,7 +215,7 @@ class Replayed:
         step = _Step(cache, ids, positions)
         if before is None or before.replays == 0:
             step.tries = (before.tries if before is not None else 0) + 1
-        step.model = Unchanged(self.model)
+        step.model = Unchanged(self.module)
         step.why = step.model.why
         if step.tries > _TRIES:
             step.why = step.why or "the model changes between its steps"
@@ -244,7 +241,7 @@ class Replayed:
         place, step.place = step.place, step.cache.place
         if step.recorded == 0 or all(map(ne, place, step.place)):
             step.recorded += 1
-        step.hidden = last_hidden(self.model)
+        step.hidden = last_hidden(self.module)
         results = [out.logits, *([step.hidden.rows] if step.hidden else [])]
         shown = [] if step.again is None else step.again.shown()
         step.why = _unlike(out, cache) or read.seen or step.native.problem(results + shown)
@@ -253,7 +250,7 @@ class Replayed:
             # The first may have had what is done once, say a copy for a device: one more.
             step.recorded, step.differences, step.why = 1, step.differences + 1, ""
         elif not step.why and step.recorded == 2:
-            step.output = _Output(type(out), *with_cache(self.model, cache))
+            step.output = _Output(type(out), *with_cache(self.module, cache))
             step.native.keep(results, shown)
             is_launches = not step.native.called()
             step.run = Runs(step.native.run, step.ids.device, is_launches, len(shown))

@@ -51,21 +51,21 @@ class Ranks:
 def all_reduce(x: Tensor, ranks: Ranks) -> Tensor:
     """The sum of x over the ranks, in the dtype of x; every rank gets the same bits."""
     if torch.is_grad_enabled() and x.requires_grad:
-        return _Sum.apply(x, ranks)  # type: ignore[no-any-return, no-untyped-call]
+        return _Sum.apply(x, ranks)  # type: ignore[no-untyped-call]
     return _sum(x, ranks)
 
 
 def copied(x: Tensor, ranks: Ranks) -> Tensor:
     """x, which every rank has; its gradient is the sum of the ranks' gradients."""
     if torch.is_grad_enabled() and x.requires_grad:
-        return _Copy.apply(x, ranks)  # type: ignore[no-any-return, no-untyped-call]
+        return _Copy.apply(x, ranks)  # type: ignore[no-untyped-call]
     return x
 
 
 def all_gather(x: Tensor, sizes: tuple[int, ...], ranks: Ranks) -> Tensor:
     """The ranks' x side by side along the last dimension, which is sizes[rank] long."""
     if torch.is_grad_enabled() and x.requires_grad:
-        return _Gather.apply(x, sizes, ranks)  # type: ignore[no-any-return, no-untyped-call]
+        return _Gather.apply(x, sizes, ranks)  # type: ignore[no-untyped-call]
     return _gather(x, sizes, ranks)
 
 

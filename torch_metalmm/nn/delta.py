@@ -43,8 +43,7 @@ def _of_rule(r: Delta, ops: Ops, parts: list[Tensor], cache: Any) -> Tensor:
     rates = [own[name] for name in r.rates]
     y = computed(lambda *rows: ops.gated_delta(*rows, *rates, state), (y, a, b), state)
     y = ops.rms_norm(y, n.weight(), n.eps, n.offset, gate=gate.view(y.shape))
-    found: Tensor = y.flatten(2)
-    return found
+    return y.flatten(2)
 
 
 def _scanned(
@@ -64,8 +63,7 @@ def _scanned(
 
     def scan(y: Tensor, dt: Tensor, *gates: Tensor) -> Tensor:
         gate = gates[0] if gates else None
-        scanned: Tensor = ops.ssm_scan(y, dt, *rates, state, gate, least, most)
-        return scanned
+        return ops.ssm_scan(y, dt, *rates, state, gate, least, most)
 
     y = computed(scan, (y, dt, *gates), state)
     if n is None or (n.groups == 1 and not r.gate_last):
@@ -108,8 +106,7 @@ def _state(r: Mixer, x: Tensor, cache: Any, sizes: tuple[int, ...]) -> Tensor:
     layer = _layer(r, cache)
     if not layer.is_recurrent_states_initialized[0]:
         layer.lazy_initialization(recurrent_states=x.new_empty(shape, dtype=torch.float32))
-    state: Tensor = layer.recurrent_states[0]
-    return state
+    return layer.recurrent_states[0]
 
 
 def is_recording(r: Mixer, kwargs: dict[str, Any]) -> bool:
@@ -120,13 +117,8 @@ def is_recording(r: Mixer, kwargs: dict[str, Any]) -> bool:
 
 def _projected(r: Mixer, ops: Ops, pre: Norm | None, x: Tensor) -> list[Tensor]:
     """The parts that the mixer computes with."""
-    parts = r.scaled([projection(ops, pre, x, layer) for layer in r.projections])
-    order = r.index(x.device)
-    if order is not None:
-        row = parts[0] if len(parts) == 1 else torch.cat(parts, -1)
-        parts = [row.index_select(-1, order)]
     found: list[Tensor] = []
-    for part in parts:
+    for part in r.arranged([projection(ops, pre, x, layer) for layer in r.projections]):
         sizes: list[int] = []
         while sum(sizes) < part.shape[-1]:
             sizes.append(r.sizes[len(found) + len(sizes)])

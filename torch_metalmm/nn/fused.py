@@ -153,8 +153,7 @@ class MergedLinear(Activations, nn.Module):
 
     def _alone(self, x: Tensor, index: int) -> Tensor:
         given, kind = entered(self.originals[index], x), of_call(self._activations, x)
-        y: Tensor = _linear(given, *self.part(index), self.format, **kind)
-        return y
+        return _linear(given, *self.part(index), self.format, **kind)
 
     def part(self, index: int) -> tuple[Tensor, Tensor | None]:
         """(weight, bias) of layer `index`: views of the merged ones."""
@@ -174,8 +173,7 @@ class MergedLinear(Activations, nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         """All outputs side by side: y[..., sum of N]."""
         kind = of_call(self._activations, x)
-        y: Tensor = _linear(x, self.weight, self.bias, self.format, **kind)
-        return y
+        return _linear(x, self.weight, self.bias, self.format, **kind)
 
     def _save_to_state_dict(self, *args: Any) -> None:
         pass  # the parts save
@@ -321,8 +319,7 @@ class SwiGLU(nn.Module):
         packed = plain(gate) and plain(up) and plain(down) and self._settings.same()
         if replaced or not packed or gate.activations != up.activations:
             gated.module.training = self.training
-            y: Tensor = gated.module(x)
-            return y
+            return gated.module(x)
         gate_weight, up_weight = gated.weights(gate, up)
         weight, bias = down._parameters["weight"], down._parameters["bias"]
         ranks = down.shard.ranks if type(down) is ColumnsLinear else None

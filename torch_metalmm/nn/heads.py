@@ -47,8 +47,9 @@ def attended(
     cache, mask = kwargs.get(r.cache), kwargs.get(r.mask)  # type: ignore[arg-type]
     a = None
     given = (qkv, held.cos, held.sin, r.heads, r.kv_heads)
-    several = x.shape[1] > 1 and mask is None
-    if held.options is not None and cache is not None and not (several and _sees_later(r)):
+    # A query without a mask may see what is behind it.
+    sees_later = x.shape[1] > 1 and mask is None and not getattr(r.attention, "is_causal", True)
+    if held.options is not None and cache is not None and not sees_later:
         if r.kv_heads:
             a = _appended(r, ops, x, given, v, held, kwargs, mask)
         elif (room := getattr(_of_others(r, kwargs), "room", None)) is not None:
@@ -106,13 +107,7 @@ def _over(r: Heads, ops: Ops, q: Tensor, room: Any, options: Any, mask: Tensor |
     if room.pages is not None:
         options = {**options, "pages": room.pages}
     given = (q, room.keys, room.values, *room.formats, room.length)
-    a: Tensor = ops.attention(*given, mask=mask, causal=mask is None, **options)
-    return a
-
-
-def _sees_later(r: Heads) -> bool:
-    """Whether a query without a mask sees what is behind it."""
-    return not getattr(r.attention, "is_causal", True)
+    return ops.attention(*given, mask=mask, causal=mask is None, **options)
 
 
 def _of_others(r: Heads, kwargs: dict[str, Any]) -> Any:
@@ -163,13 +158,9 @@ def _projected(
     r: Heads, ops: Ops, pre: Norm | None, x: Tensor
 ) -> tuple[Tensor, Tensor | None, Tensor | None]:
     """(qkv, None, gate), or (q and k, v, gate)."""
-    parts = r.scaled([projection(ops, pre, x, layer) for layer in r.projections])
+    parts = r.arranged([projection(ops, pre, x, layer) for layer in r.projections])
     q_size, k_size = r.heads * r.head_size, r.kv_heads * r.head_size
-    order = r.index(x.device)
-    if order is not None:
-        row = parts[0] if len(parts) == 1 else torch.cat(parts, -1)
-        parts = [row.index_select(-1, order)]
-    elif not (r.v_is_k or r.gate) and len(parts) < 3:
+    if r.order is None and not (r.v_is_k or r.gate) and len(parts) < 3:
         return parts[0], parts[1] if len(parts) == 2 else None, None
     gate: Tensor | None = None
     if len(parts) == 3:
@@ -207,9 +198,6 @@ def _norms(r: Heads, x: Tensor) -> dict[str, Any]:
 def normed(
     ops: Ops, norm: Norm | None, x: Tensor, weight: Tensor, format: str, bias: Tensor | None = None
 ) -> Tensor:
-    y: Tensor
     if norm is None:
-        y = ops.linear(x, weight, bias, format)
-    else:
-        y = ops.norm_linear(x, norm.weight(), norm.eps, norm.offset, weight, bias, format)
-    return y
+        return ops.linear(x, weight, bias, format)
+    return ops.norm_linear(x, norm.weight(), norm.eps, norm.offset, weight, bias, format)

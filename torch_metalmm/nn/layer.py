@@ -28,6 +28,7 @@ from .recipe import (
     Whole,
 )
 from .rotation import no_angles
+from .settings import StandIn
 from .sharded import ColumnsLinear
 from .step import Held, Step
 from .watch import Watch
@@ -35,8 +36,8 @@ from .watch import Watch
 _NONE = Held()  # of layers without heads
 
 
-class FusedLayer:
-    """The forward of `layer`, which stays the object that it was, its class and children, too.
+class FusedLayer(StandIn):
+    """A decoder layer, whose class and children stay.
 
     It is the branches of the recipe in turn. Of attention: norm and projections in one op;
     rotation; cache and attention, as the layer calls them; output and residual. Where the cache
@@ -52,7 +53,8 @@ class FusedLayer:
     """
 
     def __init__(self, layer: nn.Module, recipe: Recipe, step: Step | None, form: str) -> None:
-        self.layer, self.recipe, self.step, self.form = layer, recipe, step, form
+        super().__init__(layer)
+        self.recipe, self.step, self.form = recipe, step, form
         self.watch = Watch(layer, recipe.called(), recipe.ordered())
         self.dtype: torch.dtype | None = None  # the last x's, if the layer gives results of it
         self.dtypes: list[torch.dtype | None] = []  # those of the norms then
@@ -69,18 +71,8 @@ class FusedLayer:
             self.alike, self.kind, self._changes = len(kinds) == 1, kinds.pop(), changes()
         return self.alike
 
-    def attach(self) -> None:
-        self.layer.__dict__["forward"] = self.forward
-
-    def detach(self) -> None:
-        """Give the layer the forward of its class back."""
-        del self.layer.__dict__["forward"]
-
-    def original(self, *args: Any, **kwargs: Any) -> Any:
-        return type(self.layer).forward(self.layer, *args, **kwargs)
-
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        recipe, watch, layer = self.recipe, self.watch, self.layer
+        recipe, watch, layer = self.recipe, self.watch, self.module
         if len(args) != 1 and not self._named(args, kwargs):
             return self.original(*args, **kwargs)
         x: Tensor = args[0] if args else kwargs.pop(self._positions[0])
@@ -174,7 +166,7 @@ class FusedLayer:
 
     def _scaled(self, y: Tensor) -> Tensor:
         factor = self.recipe.factor
-        return y if factor is None else y * self.layer._buffers[factor]  # type: ignore[operator]
+        return y if factor is None else y * self.module._buffers[factor]  # type: ignore[operator]
 
     def _branch(
         self,
@@ -233,14 +225,10 @@ class FusedLayer:
         if self.form == "swiglu_linear" and as_one_row(x):
             a, b = (normed(ops, norm, x, w, f) for w, f in zip(weights, formats, strict=True))
             return a if mlp.gate_scale == 1 else a * mlp.gate_scale, (b, mlp.activation)
-        y: Tensor
-        if norm is None:
-            given: tuple[Any, ...] = ()
-        else:
-            given = norm.module._parameters.get(norm.name), norm.eps, norm.offset
-        given = (x, *weights, *formats, mlp.activation, *given)
-        y = ops.swiglu(*given, gate_scale=mlp.gate_scale)
-        return y, None
+        given: tuple[Any, ...] = (x, *weights, *formats, mlp.activation)
+        if norm is not None:
+            given += norm.weight(), norm.eps, norm.offset
+        return ops.swiglu(*given, gate_scale=mlp.gate_scale), None
 
     def _floats(self) -> list[Tensor]:
         """Norms, biases and what a mixer or a mixture has."""
@@ -321,7 +309,6 @@ def _joined(
     ranks = layer.shard.ranks if type(layer) is ColumnsLinear else None
     if ranks is not None and ranks.rank:
         bias = added = None  # rank 0 adds them
-    y: Tensor
     if norm is not None and not plain:
         x, norm = ops.rms_norm(x, norm.weight(), norm.eps, norm.offset), None
     if norm is not None:

@@ -87,8 +87,7 @@ class Mixture:
         h = ops.swiglu(rows, *mlp.weights(gate, up), gate.format, up.format, mlp.activation)
         weight, bias = down._parameters["weight"], down._parameters["bias"]
         if logit is None:
-            y: Tensor = ops.linear(h, weight, bias, down.format, None, added)
-            return y
+            return ops.linear(h, weight, bias, down.format, None, added)
         y, factor = ops.linear(h, weight, bias, down.format), torch.sigmoid(logit)
         return y * factor if added is None else torch.addcmul(added, y, factor)
 
@@ -100,9 +99,8 @@ class Mixture:
         if torch.compiler.is_compiling() or self.shared is None:
             return None
         parts, layers = self.parts(), self.shared.layers()
-        key = tuple(
-            at for of in parts.values() for t in of for at in (t.data_ptr(), _memory(t).data_ptr())
-        )
+        held = [t for of in parts.values() for t in of]
+        key = tuple(at for t in held for at in (t.data_ptr(), t.untyped_storage().data_ptr()))
         if key != self._key:
             self._key, self._stacked = key, all(map(_is_stack, parts.values()))
         own = self.experts.activations
@@ -150,10 +148,6 @@ def join(r: Mixture) -> None:
             weight.data = values.view(weight.shape)
 
 
-def _memory(t: Tensor) -> torch.UntypedStorage:
-    return t.untyped_storage()
-
-
 def _is_stack(parts: tuple[Tensor, ...]) -> bool:
     """Whether the last parts are an expert more, behind the others."""
     experts, *own = parts
@@ -163,7 +157,7 @@ def _is_stack(parts: tuple[Tensor, ...]) -> bool:
             return False
         end += weight.numel()
     size = (len(experts) + 1) * experts[0].numel()
-    held = _memory(experts).nbytes() - experts.storage_offset()
+    held = experts.untyped_storage().nbytes() - experts.storage_offset()
     return end == experts.data_ptr() + size and experts.is_contiguous() and held >= size
 
 

@@ -10,27 +10,21 @@ from torch.nn import functional as F
 
 from ..formats import DTYPES
 from .recipe import Norm
-from .settings import Settings
+from .settings import Settings, StandIn
 
 _rms_norm = torch.ops.metalmm.rms_norm.default
 
 
-class FusedNorm:
-    """The forward of a module that computes an RMS norm, which stays the object that it was; with
-    centred, of x less its mean.
+class FusedNorm(StandIn):
+    """An RMS norm; with centred, of x less its mean.
 
     The class's own forward computes where a gradient is recorded, under autocast, where x has not
     the weight's dtype, or one that the op does not take, and once eps or that forward is another.
     """
 
     def __init__(self, norm: Norm, centred: bool = False) -> None:
+        super().__init__(norm.module)
         self.norm, self._settings, self.centred = norm, Settings([norm.module]), centred
-
-    def attach(self) -> None:
-        self.norm.module.__dict__["forward"] = self.forward
-
-    def detach(self) -> None:
-        del self.norm.module.__dict__["forward"]
 
     def forward(self, x: Tensor, *args: Any, **kwargs: Any) -> Any:
         norm = self.norm
@@ -48,7 +42,7 @@ class FusedNorm:
             )
         )
         if own:
-            return type(norm.module).forward(norm.module, x, *args, **kwargs)
+            return self.original(x, *args, **kwargs)
         if self.centred:
             return F.layer_norm(x, x.shape[-1:], weight, None, norm.eps)
         return _rms_norm(x, weight, norm.eps, norm.offset, None)

@@ -39,8 +39,7 @@ class Norm:
         ones = self._ones
         if ones is None or ones.dtype != x.dtype or ones.device != x.device:
             ones = self._ones = x.new_ones(self.size)
-        found: Tensor = ones
-        return found
+        return ones
 
 
 @dataclass
@@ -90,10 +89,7 @@ class Attend:
         self.__post_init__()
 
     def function(self) -> Callable[..., Any]:
-        found: Callable[..., Any] = self.interface.get_interface(
-            self.config._attn_implementation, self.default
-        )
-        return found
+        return self.interface.get_interface(self.config._attn_implementation, self.default)
 
 
 class _Ordered:
@@ -102,21 +98,20 @@ class _Ordered:
     order: Tensor | None
     factors: Tensor | None
 
-    def scaled(self, parts: list[Tensor]) -> list[Tensor]:
-        """The projections' results times `factors`."""
-        if self.factors is None:
+    def arranged(self, parts: list[Tensor]) -> list[Tensor]:
+        """The projections' results times `factors`; as one row in `order`, if there is one."""
+        x, factors, order = parts[0], self.factors, self.order
+        if factors is not None:
+            if factors.dtype != x.dtype or factors.device != x.device:
+                factors = self.factors = factors.to(x)
+            each = torch.split(factors, [part.shape[-1] for part in parts])
+            parts = [part * factor for part, factor in zip(parts, each, strict=True)]
+        if order is None:
             return parts
-        x, factors = parts[0], self.factors
-        if factors.dtype != x.dtype or factors.device != x.device:
-            factors = self.factors = factors.to(x)
-        each = torch.split(factors, [part.shape[-1] for part in parts])
-        return [part * factor for part, factor in zip(parts, each, strict=True)]
-
-    def index(self, device: torch.device) -> Tensor | None:
-        """`order` where the projections' results are."""
-        if self.order is not None and self.order.device != device:
-            self.order = self.order.to(device)
-        return self.order
+        if order.device != x.device:
+            order = self.order = order.to(x.device)
+        row = parts[0] if len(parts) == 1 else torch.cat(parts, -1)
+        return [row.index_select(-1, order)]
 
 
 @dataclass
@@ -187,12 +182,12 @@ class Heads(_Ordered):
 Limits = tuple[float, float | None]  # the least and the most; None: any
 
 
-@dataclass
+@dataclass(kw_only=True)
 class Mixer(_Ordered):
     """What mixes positions by a convolution of each channel: what makes its operands of x.
 
     projections: their results side by side are parts of `sizes`; order and factors as in Heads.
-    conv: of the first part, or of what is made of some.
+    conv: of the first part, or of what is made of some. rates: parameters of `attention`.
     """
 
     attention: nn.Module
@@ -203,68 +198,51 @@ class Mixer(_Ordered):
     factors: Tensor | None
     sizes: tuple[int, ...]
     conv: nn.Module
+    rates: tuple[str, ...] = ()
+    norm: Norm | None = None
 
     def floats(self) -> list[Tensor | None]:
         """The parameters that are no norm's."""
-        return [*self.conv._parameters.values()]
-
-    def norms(self) -> list[Norm | None]:
-        return []
+        own = self.attention._parameters
+        return [*self.conv._parameters.values(), *(own[name] for name in self.rates)]
 
 
-@dataclass
+@dataclass(kw_only=True)
 class Short(Mixer):
     """c conv(b y), of three parts of x; c is number `outer`."""
 
     outer: int
 
 
-@dataclass
+@dataclass(kw_only=True)
 class Delta(Mixer):
     """The gated delta rule on a state.
 
     The parts are inputs of the convolution, a gate, and a and b of gated_delta, b first where
-    b_first. rates: the parameters of `attention` that are a_log and dt_bias.
+    b_first. rates: a_log and dt_bias.
     """
 
     b_first: bool
-    rates: tuple[str, ...]
     heads: int
     dk: int
     dv: int
     norm: Norm  # gated, of each head
 
-    def floats(self) -> list[Tensor | None]:
-        own = self.attention._parameters
-        return [*super().floats(), *(own[name] for name in self.rates)]
 
-    def norms(self) -> list[Norm | None]:
-        return [self.norm]
-
-
-@dataclass
+@dataclass(kw_only=True)
 class Ssm(Mixer):
     """A selective state space, ssm_scan.
 
-    The parts are a gate, inputs of the convolution, and dt. rates: the parameters of `attention`
-    that are a_log, dt_bias and d. limits: those of dt, of a prompt and of a step behind one. norm:
-    of the result, which silu(gate) multiplies before or, with gate_last, behind it.
+    The parts are a gate, inputs of the convolution, and dt. rates: a_log, dt_bias and d. limits:
+    those of dt, of a prompt and of a step behind one. norm: of the result, which silu(gate)
+    multiplies before or, with gate_last, behind it.
     """
 
-    rates: tuple[str, ...]
     heads: int
     p: int
     n: int
     limits: tuple[Limits, Limits]
-    norm: Norm | None
     gate_last: bool
-
-    def floats(self) -> list[Tensor | None]:
-        own = self.attention._parameters
-        return [*super().floats(), *(own[name] for name in self.rates)]
-
-    def norms(self) -> list[Norm | None]:
-        return [self.norm]
 
 
 @dataclass
@@ -282,8 +260,7 @@ class Whole:
         out: Any = (
             self.module(x, **given) if self.name is None else self.module(**given, **{self.name: x})
         )
-        first: Tensor = out[0] if isinstance(out, tuple) else out
-        return first
+        return out[0] if isinstance(out, tuple) else out
 
 
 @dataclass
@@ -335,7 +312,7 @@ class Recipe:
 
     def norms(self) -> list[Norm]:
         every: list[Any] = [] if self.heads is None else self.heads.norms()
-        every += [] if self.mixer is None else self.mixer.norms()
+        every += [] if self.mixer is None else [self.mixer.norm]
         for branch in self.branches:
             every += (branch.pre, branch.output.post)
         return [norm for norm in every if isinstance(norm, Norm)]

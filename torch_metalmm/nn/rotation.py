@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from .settings import Settings
+from .settings import Settings, StandIn
 
 _rope_tables = torch.ops.metalmm.rope_tables.default
 _KINDS = (str, list, dict)  # of what a module says: how it scales, sections of frequencies
@@ -34,14 +34,11 @@ class Tables:
         if axes is not None and axes.device != positions.device:
             axes = self.axes = axes.to(positions.device)
         dtype = torch.float32 if self.keeps_float else dtype
-        made: tuple[Tensor, Tensor] = _rope_tables(
-            positions, inv_freq, axes, **self.options, dtype=dtype
-        )
-        return made
+        return _rope_tables(positions, inv_freq, axes, **self.options, dtype=dtype)
 
 
-class FusedRotation:
-    """The forward of a module that makes cos and sin, set on the module, which stays that object.
+class FusedRotation(StandIn):
+    """A module that makes cos and sin.
 
     tables: {the argument behind the positions, None without one: Tables}. The frequencies are read
     at every call. The class's own forward computes where one of the arguments is of another kind,
@@ -50,15 +47,10 @@ class FusedRotation:
     """
 
     def __init__(self, module: nn.Module, tables: dict[Any, Tables]) -> None:
-        self.module, self.tables = module, tables
+        super().__init__(module)
+        self.tables = tables
         self._settings = Settings([module])
         self._said = copy.deepcopy(said_by(module))
-
-    def attach(self) -> None:
-        self.module.__dict__["forward"] = self.forward
-
-    def detach(self) -> None:
-        del self.module.__dict__["forward"]
 
     def forward(self, x: Tensor, position_ids: Tensor, layer_type: Any = None) -> Any:
         module, tables = self.module, self.tables.get(layer_type)
@@ -75,7 +67,7 @@ class FusedRotation:
             or not self._same()
         ):
             given = () if layer_type is None else (layer_type,)
-            return type(module).forward(module, x, position_ids, *given)
+            return self.original(x, position_ids, *given)
         return tables.of(inv_freq, position_ids, x.dtype)
 
     def _same(self) -> bool:

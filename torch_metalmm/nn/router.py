@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from .. import formats
 from .fused import unhooked
 from .packed import Packed
-from .settings import Settings
+from .settings import Settings, StandIn
 
 _route = torch.ops.metalmm.route.default
 
@@ -48,10 +48,9 @@ class Router:
             choice = tensor_of(module, self.choice_bias)[1] if self.choice_bias else given[0]
             choice = choice.flatten()
         form = owner.format if isinstance(owner, Packed) else formats.DTYPE_NAMES[weight.dtype]
-        made: tuple[Tensor, Tensor] = _route(
+        return _route(
             x, self.top_k, weight, bias, form, choice_bias=choice, shared=shared, **self.options
         )
-        return made
 
 
 def tensor_of(module: nn.Module, name: str) -> tuple[nn.Module, Any]:
@@ -66,26 +65,21 @@ def _trained(*tensors: Tensor | None) -> bool:
     return any(t is not None and t.requires_grad for t in tensors)
 
 
-class FusedRouter:
-    """The forward of a router, (None, weights, ids).
+class FusedRouter(StandIn):
+    """A router: (None, weights, ids).
 
-    None stands for the logits, which nothing but a hook reads. `forward` is set on the module. The
-    class's own computes in training, where a gradient is recorded, under autocast, where the module
-    has a hook, and where its numbers are not what fuse_ saw.
+    None stands for the logits, which nothing but a hook reads. The class's own forward computes in
+    training, where a gradient is recorded, under autocast, where the module has a hook, and where
+    its numbers are not what fuse_ saw.
     """
 
     def __init__(self, router: Router) -> None:
+        super().__init__(router.module)
         self.router, self._settings = router, Settings(router.module.modules())
         self._parts = [*router.module.modules()]
 
-    def attach(self) -> None:
-        self.router.module.__dict__["forward"] = self.forward
-
-    def detach(self) -> None:
-        del self.router.module.__dict__["forward"]
-
     def forward(self, x: Tensor, *args: Any, **kwargs: Any) -> Any:
-        module = self.router.module
+        module = self.module
         own = (
             kwargs
             or module.training
@@ -97,10 +91,10 @@ class FusedRouter:
             or (torch.is_grad_enabled() and _trained(x, *args, *module.parameters()))
         )
         if own:
-            return type(module).forward(module, x, *args, **kwargs)
+            return self.original(x, *args, **kwargs)
         return None, *self.router.route(module, x.reshape(-1, x.shape[-1]), *args)
 
     def _same_parts(self) -> bool:
         """Whether the children are those that fuse_ saw, and nothing else is called with them."""
-        now = [*self.router.module.modules()]
+        now = [*self.module.modules()]
         return now == self._parts and all(map(unhooked, now[1:]))

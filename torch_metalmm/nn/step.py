@@ -108,8 +108,7 @@ class Step:
         if options is None:
             return None
         attend = self.attend
-        found: dict[str, Any] | None = options(attend.constants, attend.passed, attend.own)
-        return found
+        return options(attend.constants, attend.passed, attend.own)
 
     def direct(self, function: Callable[..., Any]) -> dict[str, Any] | None:
         """With which options transformers' function for sdpa calls torch's for one token, no mask.

@@ -45,7 +45,7 @@ def computing() -> Iterator[list[Any]]:
     compute, seen = FusedLayer.compute, []
 
     def noting(self: FusedLayer, *args: Any) -> Tensor:
-        seen.append(self.layer)
+        seen.append(self.module)
         return compute(self, *args)
 
     FusedLayer.compute = noting  # type: ignore[method-assign]

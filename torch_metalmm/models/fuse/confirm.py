@@ -48,7 +48,7 @@ _FAR = 2**24  # positions, more than any context; f32 tells them from the next
 
 def agrees(fused: FusedLayer, runs: list[Seen], is_known: bool = False) -> bool:
     """is_known: another layer of the kind has agreed in every case; this one runs the first."""
-    layer = fused.layer
+    layer = fused.module
     k = max(m.in_features for m in layer.modules() if isinstance(m, QuantLinear))
     with torch.inference_mode(False), torch.no_grad(), evaluating(layer):
         cases = islice(_cases(runs), 1 if is_known else None)
@@ -137,7 +137,7 @@ def _branches(fused: FusedLayer) -> Any:
         seen.append(next(given).clone())
 
     def run(x: Tensor, **kwargs: Any) -> list[Tensor]:
-        entries = [_entry(fused.layer, branch) for branch in recipe.branches[1:]]
+        entries = [_entry(fused.module, branch) for branch in recipe.branches[1:]]
         hooks = [e.register_forward_pre_hook(see, with_kwargs=True) for e in entries]
         try:
             y = fused.original(x, **kwargs)
@@ -160,7 +160,7 @@ def _entry(layer: nn.Module, branch: Branch) -> nn.Module:
         found = first.module
     else:
         found = first.linear if isinstance(first, Product) else first.module
-    return found  # type: ignore[no-any-return]
+    return found
 
 
 def _fused_branches(fused: FusedLayer, sums: list[Tensor]) -> Any:
