@@ -109,7 +109,6 @@ setup(
     package_data={
         PACKAGE: [
             "py.typed",
-            "formats.def",
             *(["ptx/*.ptx"] if WITH_PTX else []),
         ],
         f"{PACKAGE}.formats": ["tables/*.h"],

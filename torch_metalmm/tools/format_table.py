@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import re
-
-from .. import _C
+from .info import bits_per_weight, format_rows
 
 FAMILIES = {"dense": "dense", "block": "blocks", "affine": "MLX affine"}
 
@@ -13,12 +11,12 @@ def markdown() -> str:
     """One row per format of metal/formats.def; the groups of an affine codec share a row."""
     lines = ["| format | family | values per block | bits per weight |", "|---|---|---|---|"]
     affine: dict[str, list[tuple[str, str]]] = {}
-    for f in _C.formats():
-        bits = f"{8 * f['block_bytes'] / f['block_values']:g}"
+    for f in format_rows():
+        bits = bits_per_weight(f)
         if f["layout"] != "affine":
             family, values = FAMILIES[f["layout"]], f["block_values"]
             lines.append(f"| `{f['name']}` | {family} | {values} | {bits} |")
-        elif not re.search(r"_b?f\d+$", f["name"]):
+        else:
             codec, group = f["name"].split("_g")
             affine.setdefault(codec, []).append((group, bits))
     for codec, groups in affine.items():

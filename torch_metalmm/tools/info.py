@@ -4,42 +4,25 @@ from __future__ import annotations
 
 import os
 import platform
-import re
 import sys
 from collections.abc import Iterator, Sequence
 from importlib.metadata import PackageNotFoundError, version
-from pathlib import Path
-from typing import NamedTuple
+from typing import Any
 
 from .. import __version__
 
-_TABLE = Path(__file__).parents[1] / "formats.def"  # metal/formats.def, by a link
-_ROW = re.compile(r"^MM_(DENSE|BLOCK|AFFINE) *\((.*)\)$", re.M)
-_GROUPS = (32, 64, 128)
-_SCALE_AND_BIAS = 4  # bytes, both f16
+
+def format_rows() -> Iterator[dict[str, Any]]:
+    """Every format: its name, layout, values and bytes of a block; affine ones of f16 scales."""
+    from .. import _C  # not for the versions, which are printed where it does not load
+
+    for row in _C.formats():
+        if row["layout"] != "affine" or not row["name"].endswith(("_bf16", "_f32")):
+            yield row
 
 
-class FormatRow(NamedTuple):
-    """A format: its values and bytes a block, and how blocks lie in a row."""
-
-    name: str
-    block_values: int
-    block_bytes: int
-    layout: str
-
-
-def format_rows() -> Iterator[FormatRow]:
-    """Every format of the table, the affine ones with f16 scales."""
-    for kind, row in _ROW.findall(_TABLE.read_text()):
-        name, _, *sizes = (field.strip() for field in row.split(","))
-        if kind == "DENSE":
-            yield FormatRow(name, 1, int(sizes[0]), "dense")
-        elif kind == "BLOCK":
-            yield FormatRow(name, int(sizes[0]), int(sizes[1]), "block")
-        else:
-            for group in _GROUPS:
-                codes = group * int(sizes[0]) // 8
-                yield FormatRow(f"{name}_g{group}", group, codes + _SCALE_AND_BIAS, "affine")
+def bits_per_weight(row: dict[str, Any]) -> str:
+    return f"{8 * row['block_bytes'] / row['block_values']:g}"
 
 
 def versions() -> Iterator[str]:
@@ -57,8 +40,8 @@ def lines() -> Iterator[str]:
     """What the command prints."""
     rows = [("format", "bits/weight", "block", "bytes", "layout")]
     for f in format_rows():
-        bits = f"{8 * f.block_bytes / f.block_values:g}"
-        rows.append((f.name, bits, str(f.block_values), str(f.block_bytes), f.layout))
+        sizes = str(f["block_values"]), str(f["block_bytes"])
+        rows.append((f["name"], bits_per_weight(f), *sizes, f["layout"]))
     yield from _aligned(rows)
     yield "affine formats also exist with bf16 or f32 scales: affine4_g64_bf16, affine4_g64_f32"
     yield ""
