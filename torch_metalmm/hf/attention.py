@@ -141,8 +141,7 @@ def mask_of(*args: Any, **kwargs: Any) -> Tensor | None:
     may_skip = not args and kwargs.get("allow_is_causal_skip")
     if may_skip and (isinstance(kwargs.get("q_offset"), Offset) or _sees_all(kwargs)):
         return None
-    mask: Tensor | None = sdpa_mask(*args, **kwargs)
-    return mask
+    return sdpa_mask(*args, **kwargs)
 
 
 def _sees_all(given: dict[str, Any]) -> bool:

@@ -168,7 +168,7 @@ def _modules(value: Any) -> dict[str, str | None]:
 def _activations(value: Any) -> str | dict[str, str | None] | None:
     if not isinstance(value, Mapping):
         check_kind(value)
-        return value  # type: ignore[no-any-return]
+        return value
     for name, kind in value.items():
         check_kind(kind, f"activations[{name!r}]")
     return {str(name): kind for name, kind in value.items()}

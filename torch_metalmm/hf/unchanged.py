@@ -17,7 +17,6 @@ from .. import _C
 from ..nn.settings import named_functions
 from ..nn.watch import hooks_are_known
 
-_native: Any = _C  # mypy does not see into the module
 _LIBRARIES = frozenset(("torch", "transformers", "torch_metalmm"))
 _OTHER_HOOKS = ("_state_dict", "_load_state_dict")  # of a module, which no forward calls
 _HOOKS = [
@@ -55,7 +54,7 @@ class Unchanged:
         for one in {type(m): m for m in modules.values()}.values():
             of_file, seen = named_functions(type(one).forward)
             items += [(of_file, name, function) for name, function in seen.items()]
-        self._guard = _native.Guard([*dicts, *classes], lists, items, [*modules.values()])
+        self._guard = _C.Guard([*dicts, *classes], lists, items, [*modules.values()])
         self.why = "a hook of all modules" if any(_HOOKS) else ""
         for config in configs:
             self.why = self.why or _foreign_attention(by_name[0], config)

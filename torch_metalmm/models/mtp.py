@@ -72,8 +72,7 @@ class MtpHead(nn.Module):
     @property
     def dtype(self) -> torch.dtype:
         """Of the activations."""
-        found: torch.dtype = self.block.dtype
-        return found
+        return self.block.dtype
 
     def get_decoder(self) -> Any:
         return self.block.get_decoder()

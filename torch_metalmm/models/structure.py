@@ -51,7 +51,9 @@ def structure_of(module: nn.Module) -> Structure | None:
     if stacks is None or isinstance(module, QuantExperts):
         return None
     biases = tuple(f"{s}_bias" for s in stacks if f"{s}_bias" in parameters)
-    if parameters.keys() != {*stacks, *biases} or module._buffers or _state_below(module):
+    # A child with weights is a norm or the like; activation functions have none.
+    has_others = any(child.state_dict() for child in module.children())
+    if parameters.keys() != {*stacks, *biases} or module._buffers or has_others:
         return None
     if any(not p.is_floating_point() for p in parameters.values()):
         return None
@@ -65,11 +67,6 @@ def structure_of(module: nn.Module) -> Structure | None:
     return None
 
 
-def _state_below(module: nn.Module) -> bool:
-    """Whether a child has weights, as a norm has; activation functions have none."""
-    return any(True for child in module.children() for _ in child.state_dict())
-
-
 def _sizes(
     stacks: tuple[str, ...], shapes: dict[str, tuple[int, ...]], transposed: bool
 ) -> tuple[int, int, int] | None:
@@ -78,13 +75,21 @@ def _sizes(
     if len(down) != 3 or len(first) != 3:
         return None
     e, h, n = (down[0], down[2], down[1]) if transposed else down
-    rows = 2 * n if stacks == MERGED else n
-    want: dict[str, tuple[int, ...]] = {
-        stacks[0]: (e, h, rows) if transposed else (e, rows, h),
-        DOWN: down,
-    }
-    want |= {f"{stacks[0]}_bias": (e, rows), f"{DOWN}_bias": (e, h)}
+    want = _shapes(stacks, e, h, n, transposed)
     return (e, h, n) if all(want[name] == shape for name, shape in shapes.items()) else None
+
+
+def _shapes(
+    stacks: tuple[str, ...], e: int, h: int, n: int, transposed: bool
+) -> dict[str, tuple[int, ...]]:
+    """Those of the stacks and biases of experts of these sizes."""
+    first, rows = stacks[0], 2 * n if stacks == MERGED else n
+    return {
+        first: (e, h, rows) if transposed else (e, rows, h),
+        DOWN: (e, n, h) if transposed else (e, h, n),
+        f"{first}_bias": (e, rows),
+        f"{DOWN}_bias": (e, h),
+    }
 
 
 # ---- what a module computes
@@ -141,19 +146,10 @@ def _small(module: nn.Module, structure: Structure) -> tuple[Any, dict[str, Tens
     Sizes that the module remembers are changed with the weights; its own may be on meta.
     """
     n = 5
-    e, h = (
-        3,
-        {structure.intermediate: n, 2 * structure.intermediate: 2 * n}.get(structure.hidden, 8),
-    )
-    known = {structure.experts: e, structure.hidden: h, structure.intermediate: n}
-    known[2 * structure.intermediate] = 2 * n
-    rows = 2 * n if structure.stacks == MERGED else n
-    first = structure.stacks[0]
-    small: dict[str, tuple[int, ...]] = {
-        first: (e, h, rows) if structure.transposed else (e, rows, h)
-    }
-    small |= {DOWN: (e, n, h) if structure.transposed else (e, h, n)}
-    small |= {f"{first}_bias": (e, rows), f"{DOWN}_bias": (e, h)}
+    of_n = {structure.intermediate: n, 2 * structure.intermediate: 2 * n}
+    e, h = 3, of_n.get(structure.hidden, 8)
+    known = {structure.experts: e, structure.hidden: h} | of_n
+    small = _shapes(structure.stacks, e, h, n, structure.transposed)
     tensors = {
         name: normal(*small[name], seed=3 + i).double()
         for i, name in enumerate((*structure.stacks, *structure.biases))

@@ -22,6 +22,7 @@ SHAPE_HELP = "MxNxK of y[M, N] = x[M, K] W[N, K]^T, for instance 1x4096x4096"
 DTYPES = ("f16", "bf16", "f32")
 
 _TORCH_NAMES = {str(d).removeprefix("torch."): name for name, d in formats.DTYPES.items()}
+_NEAREST = "{name} is not in the table of chips: planned for as {row}"
 # The bits of metal/abi.h in words, by the names of _C.EPILOGUE_BITS and _C.BOUNDS_BITS.
 EPILOGUE = {
     "bias": "bias",
@@ -88,7 +89,7 @@ def explain(
         f"{gpu['name']}: {gpu['cores']} cores at about {gpu['clock_mhz']} MHz,"
         f" {gpu['bandwidth_gb_s']} GB/s, Apple{gpu['family']},"
         f" {gpu['max_threadgroup_memory']} bytes of threadgroup memory",
-        *_nearest_lines(gpu),
+        *([] if gpu["name"] == gpu["row"] else [_NEAREST.format(**gpu)]),
         "",
         *([before["reason"]] if before else []),
         plan["reason"],
@@ -115,12 +116,6 @@ def _norm_is_fused(m: int, format: str, chip: str, dtype: str, strategy: str | N
     if strategy:
         return bool(_C.strategy(strategy)["takes_norm"])
     return bool(_C.norm_is_fused(m=m, format=format, chip=chip, dtype=dtype))
-
-
-def _nearest_lines(gpu: dict[str, Any]) -> list[str]:
-    if gpu["name"] == gpu["row"]:
-        return []
-    return [f"{gpu['name']} is not in the table of chips: planned for as {gpu['row']}"]
 
 
 def _pass_lines(one: dict[str, Any]) -> list[str]:

@@ -69,7 +69,7 @@ def _results(module: nn.Module, kind: Any, cases: list[tuple[Tensor, torch.dtype
 
 def _frequencies(module: nn.Module, name: str) -> Tensor:
     found: Any = module._buffers[name]
-    return found.detach().cpu()  # type: ignore[no-any-return]
+    return found.detach().cpu()
 
 
 def _candidates(module: nn.Module, kind: Any, keeps_float: bool) -> Iterator[Tables]:

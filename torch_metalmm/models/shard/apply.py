@@ -138,7 +138,7 @@ def _sharded(old: Any, part: Part, ranks: Ranks, weights: dict[int, nn.Parameter
     else:
         new = _linear(old, weight, part, shard)
     new.shard = shard
-    return new.train(old.training)  # type: ignore[no-any-return]
+    return new.train(old.training)
 
 
 def _linear(old: Any, weight: nn.Parameter, part: Part, shard: Shard) -> Any:

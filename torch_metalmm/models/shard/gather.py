@@ -162,7 +162,7 @@ def _layer(
         new = QuantLinear.from_packed(weight, shard.k, shard.format, bias)
         new.input_order = None if order is None else order.cpu()
         set_activations(new, layer.activations)
-    return new.train(layer.training)  # type: ignore[no-any-return]
+    return new.train(layer.training)
 
 
 def _dense(layer: Any, shard: Shard, weight: nn.Parameter, bias: Tensor | None) -> nn.Module:

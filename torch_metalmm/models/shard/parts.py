@@ -61,7 +61,10 @@ def our_style(style: str) -> str:
 
 def layer_of(model: nn.Module, name: str) -> tuple[Any, str | None]:
     """The layer of that name, and why it is not divided."""
-    module: Any = model.get_submodule(name)
+    try:
+        module: Any = model.get_submodule(name)
+    except AttributeError:
+        return None, "it is no layer but a parameter"
     if not packable(module):
         return module, f"it is a {type(module).__name__}"
     if is_conv1d(module):

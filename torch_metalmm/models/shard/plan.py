@@ -123,7 +123,7 @@ def refuse_experts(
 
 def _alone(model: nn.Module, name: str, style: str, ranks: int, plan: Plan) -> None:
     """A layer that is divided by itself."""
-    module, why = _layer(model, name)
+    module, why = layer_of(model, name)
     if why is None and (style == VOCABULARY) != isinstance(module, nn.Embedding):
         why = f"{style} is not for a {type(module).__name__}"
     if why is not None:
@@ -138,14 +138,6 @@ def _alone(model: nn.Module, name: str, style: str, ranks: int, plan: Plan) -> N
     plan.parts[name] = Part(style, found)
 
 
-def _layer(model: nn.Module, name: str) -> tuple[Any, str | None]:
-    """The layer of that name, and why it is not divided."""
-    try:
-        return layer_of(model, name)
-    except AttributeError:
-        return None, "it is no layer but a parameter"
-
-
 def _group(
     model: nn.Module, parent: str, members: dict[str, str], ranks: int
 ) -> tuple[dict[str, Part], str | None]:
@@ -153,7 +145,7 @@ def _group(
     or why these have none."""
     layers: dict[str, Any] = {}
     for name in members:
-        layers[name], why = _layer(model, name)
+        layers[name], why = layer_of(model, name)
         if why is not None:
             return {}, f"{leaf(name)}: {why}"
     ends = [name for name, style in members.items() if style == ROWWISE]
