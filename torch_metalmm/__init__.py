@@ -85,7 +85,7 @@ def __dir__() -> list[str]:
 # where it cannot)}; None: the error ends that import; "": nothing is said. Imported here,
 # transformers' quantizers would add 1.2 s and 75 MB to torch's 2.2 s and 220 MB.
 _MODELING = "transformers.modeling_utils"
-_PLUGS = {
+_PLUGS: dict[str, tuple[str, str | None]] = {
     "ops": ("torch", None),
     "hf.quantizer": ("transformers.quantizers.auto", "transformers cannot load packed models"),
     "hf.save": (_MODELING, None),

@@ -123,7 +123,8 @@ class SmallModel:
 
     def __init__(self, model: Any) -> None:
         """ValueError: the model's cache cannot go back (recurrent layers)."""
-        self.model, self._cache = model, PackedCache(model.config)
+        self.model = model
+        self._cache: Any = PackedCache(model.config)
         if any(hasattr(layer, "recurrent_states") for layer in self._cache.layers):
             raise ValueError(
                 f"draft: a {type(model).__name__}, whose recurrent layers cannot go back"

@@ -22,7 +22,7 @@ class Mtp:
         if replayed(head.block) is not None and replayed(head) is None:
             Replayed(head).attach()
         self.head, self._g = head, last_hidden(head) or LastHidden(head)
-        self._cache = PackedCache(head.block.config)
+        self._cache: Any = PackedCache(head.block.config)
         self.hidden = last_hidden(model) or LastHidden(model)
         self._tokens: list[int] = []
         # The head's cache has a row of each position from the first one on that is read, and the

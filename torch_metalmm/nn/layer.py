@@ -166,7 +166,7 @@ class FusedLayer(StandIn):
 
     def _scaled(self, y: Tensor) -> Tensor:
         factor = self.recipe.factor
-        return y if factor is None else y * self.module._buffers[factor]  # type: ignore[operator]
+        return y if factor is None else y * self.module._buffers[factor]
 
     def _branch(
         self,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from operator import itemgetter
 from types import FunctionType
 from typing import Any
@@ -20,10 +20,10 @@ _NUMBERS = (bool, int, float)
 class StandIn:
     """The forward of `module`, which stays the object that it was, in place of its class's."""
 
-    forward: Callable[..., Any]
+    forward: Any
 
     def __init__(self, module: nn.Module) -> None:
-        self.module = module
+        self.module: Any = module
 
     def attach(self) -> None:
         self.module.__dict__["forward"] = self.forward
@@ -57,7 +57,7 @@ class Settings:
         found: list[tuple[dict[str, Any], dict[str, Any]]] = [
             (d, seen) for d, seen in pairs if seen
         ]
-        kinds: dict[Any, None] = dict.fromkeys(map(type, self._modules))
+        kinds: Any = dict.fromkeys(map(type, self._modules))
         self._forwards = [(kind, kind.forward) for kind in kinds]
         for forward in (f for _, f in self._forwards):
             of_file, seen = named_functions(forward)
