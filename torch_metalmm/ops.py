@@ -17,6 +17,7 @@ from torch.utils._mode_utils import no_dispatch
 
 from . import _C
 
+_native: Any = _C  # mypy does not see into the module
 _FROM_SOURCE = "pip install --force-reinstall --no-deps --no-binary torch_metalmm torch_metalmm"
 
 PROBES = ("add", "sub", "mul", "div", "dot")
@@ -80,5 +81,5 @@ def _register_fake(op: str, results: str) -> None:
 
 
 _load()
-for _op, _results in _C.TORCH_OPS.items():
+for _op, _results in _native.TORCH_OPS.items():
     _register_fake(_op, _results)

@@ -143,7 +143,7 @@ class Replayed(StandIn):
         self._prepare()
 
     @property
-    def forward(self) -> Any:  # type: ignore[override]
+    def forward(self) -> Any:
         """This object, which has the signature of the model's own."""
         return self
 

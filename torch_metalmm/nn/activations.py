@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from .. import _C, formats
 from ..formats.activations import TOP_CODES
 
+_native: Any = _C  # mypy does not see into the module
 KINDS = tuple(TOP_CODES)
 
 _changes = [0]
@@ -25,7 +26,7 @@ def check_kind(kind: object, where: str = "activations") -> None:
 
 def takes_rounded(format: str) -> bool:
     """Whether the products of the format can round their input: it has integer codes."""
-    return bool(_C.has_integer_codes(formats.get(format).name))
+    return bool(_native.has_integer_codes(formats.get(format).name))
 
 
 class Activations:

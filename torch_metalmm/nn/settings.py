@@ -80,7 +80,7 @@ class Settings:
         except KeyError:  # an attribute was taken away
             return False
         for kind, forward in self._forwards:  # noqa: SIM110  (all() takes twice the time)
-            if kind.forward is not forward:  # type: ignore[attr-defined]
+            if kind.forward is not forward:
                 return False
         return True
 

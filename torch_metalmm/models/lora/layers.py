@@ -25,13 +25,14 @@ from torch import Tensor, nn
 from ...nn import QuantEmbedding, QuantLinear
 from ...nn.fused import LinearPart
 from ...nn.packed import Packed, quantize_weight
+from .base import MergesPacked, describe
 from .report import forget, merges_reported, record
 
 # Other named initialisations decompose the base weight or put a remainder in the weight's place.
 _INITS = ("gaussian", "eva", "orthogonal")
 
 
-class OnPacked:
+class _OnPacked(MergesPacked):
     """Before a LoRA layer of PEFT in the bases: its base layer is packed."""
 
     base_layer: Any
@@ -140,13 +141,13 @@ class _DoraEmbedding(_Decodes, DoraEmbeddingVariant):  # type: ignore[misc]
     pass
 
 
-class PackedLoraLinear(OnPacked, Linear):  # type: ignore[misc]
+class PackedLoraLinear(_OnPacked, Linear):  # type: ignore[misc]
     """PEFT's lora.Linear around a QuantLinear."""
 
     _dora = _DoraLinear
 
 
-class PackedLoraEmbedding(OnPacked, Embedding):  # type: ignore[misc]
+class PackedLoraEmbedding(_OnPacked, Embedding):  # type: ignore[misc]
     """PEFT's lora.Embedding around a QuantEmbedding."""
 
     _dora = _DoraEmbedding
@@ -183,7 +184,7 @@ class PackedLoraModel(LoraModel):  # type: ignore[misc]
     def _check_merge_allowed(self) -> None:
         super()._check_merge_allowed()
         for name, module in self.model.named_modules():
-            if isinstance(module, OnPacked) and isinstance(module.base_layer, LinearPart):
+            if isinstance(module, _OnPacked) and isinstance(module.base_layer, LinearPart):
                 raise ValueError(f"{name} is part of a fused layer; call unfuse_ before merging")
 
     def merge_adapter(self, *args: Any, **kwargs: Any) -> None:
@@ -195,11 +196,7 @@ class PackedLoraModel(LoraModel):  # type: ignore[misc]
             return super()._unload_and_optionally_merge(*args, **kwargs)
 
 
-def describe(module: Any) -> str:
-    return f"{type(module).__name__}({module.extra_repr()})"
-
-
-def _dense_copy(packed: QuantLinear | QuantEmbedding) -> nn.Module:
+def _dense_copy(packed: Any) -> nn.Module:
     weight = nn.Parameter(packed.dequantize(), requires_grad=False)
     dense: nn.Module
     if isinstance(packed, QuantEmbedding):
@@ -217,14 +214,14 @@ def _dense_copy(packed: QuantLinear | QuantEmbedding) -> nn.Module:
     return dense
 
 
-def _pack(layer: QuantLinear | QuantEmbedding, merged: Tensor) -> Tensor:
+def _pack(layer: Any, merged: Tensor) -> Tensor:
     if not merged.isfinite().all():
         raise ValueError("the merged weight has NaN or Inf; the adapter is broken")
     order = getattr(layer, "input_order", None)
     return quantize_weight(merged if order is None else merged[:, order], layer.format)
 
 
-def _put(layer: QuantLinear | QuantEmbedding, weight: Tensor, bias: Tensor | None) -> None:
+def _put(layer: Any, weight: Tensor, bias: Tensor | None) -> None:
     """Give the layer other tensors, as new parameters: a tied layer may hold the old ones."""
     layer.weight = _frozen(weight)
     if bias is not None:

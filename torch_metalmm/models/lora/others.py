@@ -18,7 +18,8 @@ from peft.utils.other import AuxiliaryTrainingWrapper
 
 from ...nn.packed import Packed
 from ...nn.sharded import Sharded
-from .layers import OnPacked, describe
+from . import layers as layers  # which puts LoRA into the table of methods
+from .base import MergesPacked, describe
 
 TRAINS = (
     *("ADALORA", "C3A", "FOURIERFT", "GRALORA", "IA3", "LILY", "MISS", "OFT"),
@@ -75,7 +76,7 @@ def _check_layer_merge(layer: Any, *args: Any, **kwargs: Any) -> None:
 def _merges_bytes(module: Any) -> bool:
     return (
         isinstance(module, BaseTunerLayer)
-        and not isinstance(module, OnPacked)
+        and not isinstance(module, MergesPacked)
         and isinstance(module.get_base_layer(), Packed)
     )
 

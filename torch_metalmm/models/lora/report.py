@@ -13,7 +13,7 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import Tensor, nn
 
-from ...nn import QuantEmbedding, QuantLinear
+from ...nn.packed import Packed
 
 _log = logging.getLogger(__name__)
 
@@ -36,7 +36,7 @@ def merge_errors(model: nn.Module) -> dict[str, MergeError]:
     }
 
 
-def record(layer: QuantLinear | QuantEmbedding, base: Tensor, merged: Tensor) -> None:
+def record(layer: Packed, base: Tensor, merged: Tensor) -> None:
     """Note the error of `layer`, which packs `merged`, made from `base`."""
     error = float(torch.linalg.norm(layer.dequantize() - merged))
     sizes = (float(torch.linalg.norm(t)) for t in (merged, merged - base))
