@@ -18,11 +18,12 @@ from .replay import Replayed, replayed
 class Mtp:
     """Drafts by an MtpHead, which sees what the model computes of a text (drafts.Sees)."""
 
-    def __init__(self, model: Any, head: MtpHead) -> None:
+    def __init__(self, model: Any, head: MtpHead, cache: Any = None) -> None:
+        """cache: an empty one for the head's layer; None: a PackedCache in the model's dtype."""
         if replayed(head.block) is not None and replayed(head) is None:
             Replayed(head).attach()
         self.head, self._g = head, last_hidden(head) or LastHidden(head)
-        self._cache: Any = PackedCache(head.block.config)
+        self._cache = PackedCache(head.block.config) if cache is None else cache
         self.hidden = last_hidden(model) or LastHidden(model)
         self._tokens: list[int] = []
         # The head's cache has a row of each position from the first one on that is read, and the
@@ -33,7 +34,8 @@ class Mtp:
     def begin(self, tokens: list[int]) -> None:
         same = agreeing(tokens, self._tokens)
         self._tokens = [*tokens]
-        self._cache.expect(len(tokens) + EXPECTED)
+        if isinstance(self._cache, PackedCache):
+            self._cache.expect(len(tokens) + EXPECTED)
         self._cut(same - 1)
         self._keep(same)
 
