@@ -292,7 +292,7 @@ def test_a_copy_records_its_own_steps() -> None:
     model = fused()
     other = copy.deepcopy(model)
     found = replayed(other)
-    assert isinstance(found, Replayed) and found.model is other
+    assert isinstance(found, Replayed) and found.module is other
     pair = Pair(other, "q8_0/q8_0")
     pair.step(5)
     other.model.norm.weight.data.mul_(2)
