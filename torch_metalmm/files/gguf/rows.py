@@ -489,16 +489,6 @@ ARCHITECTURES = {
             "rope_parameters": derive.qwen35_rotation,
         },
     ),
-    "qwen35moe": Architecture(
-        "qwen3_5_moe_text",
-        _QWEN35 | _CHOSEN | _WIDTH | _SHARED_WIDTH | {"expert_count": "num_experts"},
-        writes=False,
-        derived={
-            "layer_types": derive.qwen35_layers,
-            "linear_value_head_dim": derive.ssm_head,
-            "rope_parameters": derive.qwen35_rotation,
-        },
-    ),
     "qwen3moe": Architecture(
         "qwen3_moe", _EXPERTS | _WIDTH, processor="GateProcessor", has={"norm_topk_prob": True}
     ),
@@ -527,16 +517,13 @@ ARCHITECTURES = {
         writes=False,
         derived={"feed_forward_proj": derive.t5_activation},
     ),
-    "t5encoder": Architecture(
-        "t5",
-        _T5,
-        processor="T5TensorProcessor",
-        rotates=False,
-        writes=False,
-        has={"architectures": ["T5EncoderModel"]},
-        derived={"feed_forward_proj": derive.t5_activation},
-    ),
 }
+ARCHITECTURES["qwen35moe"] = replace(
+    ARCHITECTURES["qwen35"],
+    model_type="qwen3_5_moe_text",
+    keys=_QWEN35 | _CHOSEN | _WIDTH | _SHARED_WIDTH | {"expert_count": "num_experts"},
+)
+ARCHITECTURES["t5encoder"] = replace(ARCHITECTURES["t5"], has={"architectures": ["T5EncoderModel"]})
 # Of a name that several models have, rows of files in which a key is this; None: anything but 0.
 VARIANTS: dict[str, tuple[str, int | None, Architecture]] = {
     "granitehybrid": (
@@ -553,12 +540,10 @@ VARIANTS: dict[str, tuple[str, int | None, Architecture]] = {
     "granitemoe": (
         "expert_shared_feed_forward_length",
         None,
-        Architecture(
-            "granitemoeshared",
-            _LOCAL | GRANITE | _SHARED_MLP,
-            processor=_LLAMA,
-            states=_ROTATED,
-            derived=_HEADS,
+        replace(
+            ARCHITECTURES["granitemoe"],
+            model_type="granitemoeshared",
+            keys=_LOCAL | GRANITE | _SHARED_MLP,
             writes=False,
             names=_MIXED,
             joined=_SHARED_ROWS,
@@ -567,14 +552,7 @@ VARIANTS: dict[str, tuple[str, int | None, Architecture]] = {
     "mamba": (
         "ssm.dt_b_c_rms",
         None,
-        Architecture(
-            "falcon_mamba",
-            _MAMBA,
-            _IN_BIAS,
-            processor="MambaTensorProcessor",
-            rotates=False,
-            writes=False,
-        ),
+        replace(ARCHITECTURES["mamba"], model_type="falcon_mamba"),
     ),
     "glm4": (
         "rope.dimension_sections",
@@ -599,14 +577,12 @@ VARIANTS: dict[str, tuple[str, int | None, Architecture]] = {
     "deepseek2": (
         GATING,
         SIGMOID,
-        Architecture(
-            "deepseek_v3",
-            _ROUTED,
-            processor=_LATENT,
+        replace(
+            ARCHITECTURES["deepseek2"],
+            model_type="deepseek_v3",
             states=_SIGMOID | _NO_TEMPERATURE,
-            has=_ROUTED_ELSE,
+            derived={},
             names=_CORRECTED,
-            latent=True,
         ),
     ),
 }
