@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import Any
 
 
 @dataclass(frozen=True)
@@ -22,32 +24,33 @@ def read_headers(files: Sequence[str]) -> dict[str, Found]:
 
     ValueError: a file is not a whole safetensors file, or two have a tensor of one name.
     """
-    from safetensors import SafetensorError, safe_open
-
     found: dict[str, Found] = {}
     for file in files:
-        try:
-            with safe_open(file, framework="pt") as opened:
-                for key in opened.keys():  # noqa: SIM118  # it is no dict
-                    tensor = opened.get_slice(key)
-                    shape = tuple(tensor.get_shape())
-                    if key in found:
-                        raise ValueError(f"{key} is in {found[key].file} and in {file}")
-                    found[key] = Found(str(file), tensor.get_dtype(), shape, key)
-        except SafetensorError as error:
-            raise ValueError(f"cannot read {file}: {error}") from None
+        with _opened(file) as opened:
+            for key in opened.keys():  # noqa: SIM118  # it is no dict
+                tensor = opened.get_slice(key)
+                shape = tuple(tensor.get_shape())
+                if key in found:
+                    raise ValueError(f"{key} is in {found[key].file} and in {file}")
+                found[key] = Found(str(file), tensor.get_dtype(), shape, key)
     return found
 
 
 def count_tensors(files: Sequence[str]) -> int:
     """How many tensors the files have. ValueError: one is not a whole safetensors file."""
-    from safetensors import SafetensorError, safe_open
-
     count = 0
     for file in files:
-        try:
-            with safe_open(file, framework="pt") as opened:
-                count += len(opened.keys())
-        except SafetensorError as error:
-            raise ValueError(f"cannot read {file}: {error}") from None
+        with _opened(file) as opened:
+            count += len(opened.keys())
     return count
+
+
+@contextmanager
+def _opened(file: str) -> Iterator[Any]:
+    from safetensors import SafetensorError, safe_open
+
+    try:
+        with safe_open(file, framework="pt") as opened:
+            yield opened
+    except SafetensorError as error:
+        raise ValueError(f"cannot read {file}: {error}") from None

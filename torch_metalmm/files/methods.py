@@ -173,10 +173,6 @@ def _as_one_of(stated: Sequence[_Scheme]) -> Pack:
     return packed
 
 
-def _hqq(quantization: Mapping[str, Any]) -> Method:
-    return Method(_HQQ_LEAVES, _pack_hqq)
-
-
 def _pack_hqq(t: Mapping[str, Tensor], n: int, k: int) -> Rows:
     for key in ("quant_scale", "quant_zero"):
         if key in t and bool(t[key].any()):
@@ -210,17 +206,13 @@ def _pack_torchao(t: Mapping[str, Tensor], n: int, k: int) -> Rows:
     return torchao_rows({name.removeprefix("_weight_"): v for name, v in t.items()}, n, k)
 
 
-def _mxfp4(quantization: Mapping[str, Any]) -> Stacks:
-    return Stacks(put_experts)
-
-
 METHODS: dict[str, Callable[[Mapping[str, Any]], Method | Stacks]] = {
     "gptq": _gptq,
     "awq": _awq,
     "compressed-tensors": _compressed,
-    "hqq": _hqq,
+    "hqq": lambda _: Method(_HQQ_LEAVES, _pack_hqq),
     "torchao": _torchao,
-    "mxfp4": _mxfp4,
+    "mxfp4": lambda _: Stacks(put_experts),
 }
 
 
