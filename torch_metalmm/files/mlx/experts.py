@@ -19,6 +19,7 @@ from ...formats._bits import as_bytes
 from ...models.experts import Home, dense_format, homes
 from ...nn.experts import DOWN, GATE, GATE_UP, UP, QuantExperts
 from ...nn.place import place
+from ..blame import blaming
 from ..source import Source
 from .layout import Packing, Quantization, check_planes, pack, packing_of, unpack
 
@@ -120,20 +121,15 @@ def _rows(
         is_there = f"{name}.{leaf}" in source.keys
         planes.append(_take(source, f"{name}.{leaf}") if is_there else None)
     assert quantization is not None and planes[1] is not None
-    try:
+    with blaming(path, key):
         if any(p is not None and (p.dim() != 3 or p.shape[:2] != (e, rows)) for p in planes):
-            raise ValueError(
-                f"{key}: scales and biases are not those of {e} experts of {rows} rows"
-            )
+            raise ValueError(f"scales and biases are not those of {e} experts of {rows} rows")
         scales, biases = (None if p is None else p.flatten(0, 1) for p in planes[1:])
         assert scales is not None
         format = quantization.of(key, codes.flatten(0, 1), scales, k).format(scales.dtype)
         check_planes(format, biases)
         given = [codes.flatten(0, 1), scales, *([] if biases is None else [biases])]
         return format, pack(format, *given)
-    except ValueError as error:
-        said = str(error)
-        raise ValueError(f"{path}: {said if key in said else f'{key}: {said}'}") from None
 
 
 def _put_bias(
@@ -176,10 +172,10 @@ def stored_experts(
             parts = {"weight": part.dense().view(part.shape)}
             planes = {stack: parts}
         else:
-            planes = {
-                leaf: _planes(f"{name}.{stack}", rows, format, part.shape[2])
-                for leaf, rows in _split(home.made, stack, part.weight.detach())
-            }
+            planes = {}
+            for leaf, rows in _split(home.made, stack, part.weight.detach()):
+                unpacked = unpack(f"{name}.{stack}", format, rows.flatten(0, 1), part.shape[2])
+                planes[leaf] = {n: t.view(*rows.shape[:2], -1) for n, t in unpacked.items()}
         for leaf, tensors_of in planes.items():
             if "scales" in tensors_of:
                 packings[f"{place}.{leaf}"] = packing_of(format)
@@ -206,17 +202,3 @@ def _split(made: QuantExperts, stack: str, value: Tensor) -> list[tuple[str, Ten
     if stack != GATE_UP:
         return [(stack, value)]
     return list(zip((GATE, UP), made.rows_of_both(value), strict=True))
-
-
-def _planes(name: str, rows: Tensor, format: str, k: int) -> dict[str, Tensor]:
-    """MLX's tensors of packed rows [E, N, row_bytes]."""
-    dtype = formats.DTYPES.get(format)
-    if dtype is not None:
-        return {"weight": rows.contiguous().view(dtype)}
-    parts = unpack(format, rows.flatten(0, 1).contiguous(), k)
-    if parts is None:
-        raise ValueError(
-            f"{name} is {format}, which MLX has not: quantize_ the model to an affine format, "
-            "mxfp4, mxfp8 or nvfp4 first"
-        )
-    return {leaf: t.view(*rows.shape[:2], -1) for leaf, t in parts.items()}

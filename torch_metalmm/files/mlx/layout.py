@@ -72,20 +72,20 @@ class Quantization:
         """The packing of the layer `name` of K inputs, which has these tensors.
 
         The order is mlx-lm's: what the config says of that very layer, else what the shapes say
-        (the default may be that of other layers). ValueError: config and shapes contradict each
-        other.
+        (the default may be that of other layers). ValueError, without the name: config and shapes
+        contradict each other.
         """
         stated = self.layers.get(name)
         if codes.dtype != torch.uint32 or codes.dim() != 2 or scales.dim() != 2:
             raise ValueError(
-                f"{name}: weight must be uint32 [N, K * bits / 32] and scales [N, K / group_size], "
+                "weight must be uint32 [N, K * bits / 32] and scales [N, K / group_size], "
                 f"got {codes.dtype} {list(codes.shape)} and {scales.dtype} {list(scales.shape)}"
             )
         groups, words = scales.shape[1], codes.shape[1]
         if 0 in (k, groups) or k % groups or words * 32 % k:
             raise ValueError(
-                f"{name}: weight {list(codes.shape)} and scales {list(scales.shape)} are no rows "
-                f"of {k} inputs"
+                f"weight {list(codes.shape)} and scales {list(scales.shape)} are no rows of {k} "
+                "inputs"
             )
         sizes = k // groups, words * 32 // k
         if stated is not None:
@@ -96,7 +96,7 @@ class Quantization:
             mode = next((m for m, s in _DEFAULTS.items() if m != "affine" and s == sizes), "mxfp4")
         shown = Packing(*sizes, mode)
         if stated is not None and stated != shown:
-            raise ValueError(f"{name}: the config says {stated}, its tensors have {shown}")
+            raise ValueError(f"the config says {stated}, its tensors have {shown}")
         return shown
 
 
@@ -148,14 +148,22 @@ def part_of_planes(shard: Shard, planes: list[Tensor]) -> list[Tensor]:
     return [part, *(plane[:, begin // group : end // group] for plane in others)]
 
 
-def unpack(format: str, packed: Tensor, k: int) -> dict[str, Tensor] | None:
-    """{"weight", "scales", "biases"} of a layer as MLX has it; None if MLX has no such format."""
-    spec = formats.get(format)
+def unpack(name: str, format: str, packed: Tensor, k: int) -> dict[str, Tensor]:
+    """{"weight", "scales", "biases"} of the layer as MLX has it, of a dense format {"weight"}.
+
+    ValueError: MLX has no such format.
+    """
+    spec, packed = formats.get(format), packed.contiguous()
     if isinstance(spec, Planes):
         return dict(zip(("weight", "scales"), spec.unpack(packed, k), strict=True))
     if isinstance(spec, formats.Affine):
         return dict(zip(("weight", "scales", "biases"), spec.unpack(packed, k), strict=True))
-    return None
+    if format not in formats.DTYPES:
+        raise ValueError(
+            f"{name} is {format}, which MLX has not: quantize_ the model to an affine format, "
+            "mxfp4, mxfp8 or nvfp4 first"
+        )
+    return {"weight": packed.view(formats.DTYPES[format])}
 
 
 def packing_of(format: str) -> Packing:

@@ -138,7 +138,7 @@ def _check_layers(
     path: Path, source: Source, packed: set[str], quantization: Quantization | None
 ) -> None:
     """ValueError where the config and the scales tell of different layers."""
-    names = {source.keys[f"{owner}.scales"].removesuffix(".scales") for owner in packed}
+    names = {_key(source, owner) for owner in packed}
     if quantization is None:
         if names:
             raise ValueError(f"{path}: {min(names)} has scales, but config.json no quantization")
@@ -176,11 +176,8 @@ def _packed(
     planes = [codes, scales] if biases is None else [codes, scales, biases]
     if isinstance(module, Sharded):
         planes = part_of_planes(module.shard, planes)
-    try:
+    with blaming(path, _key(source, owner)):
         return Rows(format, pack(format, *planes))
-    except ValueError as error:
-        key = source.keys[f"{owner}.scales"].removesuffix(".scales")
-        raise ValueError(f"{path}: {key}: {error}") from None
 
 
 def _tensors(
@@ -188,18 +185,20 @@ def _tensors(
 ) -> tuple[str, Tensor, Tensor, Tensor | None]:
     """The format of a quantized layer, and the whole layer's codes, scales and biases."""
     assert quantization is not None
-    key = source.keys[f"{owner}.scales"].removesuffix(".scales")
+    key = _key(source, owner)
     if f"{owner}.weight" not in source.keys:
         raise ValueError(f"{path}: {key}.weight is missing")
     codes, scales = source.read(f"{owner}.weight"), source.read(f"{owner}.scales")
     biases = source.read(f"{owner}.biases") if f"{owner}.biases" in source.keys else None
     n, k = whole_shape(module)
-    try:
+    with blaming(path, key):
         format = quantization.of(key, codes, scales, k).format(scales.dtype)
         if codes.shape[0] != n:
-            raise ValueError(f"{key}.weight is {list(codes.shape)}, the model has {n} rows")
+            raise ValueError(f"weight is {list(codes.shape)}, the model has {n} rows")
         check_planes(format, biases)
-    except ValueError as error:
-        said = str(error)
-        raise ValueError(f"{path}: {said if key in said else f'{key}: {said}'}") from None
     return format, codes, scales, biases
+
+
+def _key(source: Source, owner: str) -> str:
+    """The checkpoint's name of a quantized layer."""
+    return source.keys[f"{owner}.scales"].removesuffix(".scales")

@@ -10,7 +10,6 @@ from typing import Any
 
 from torch import Tensor
 
-from ... import formats
 from ...extras import HF, require
 from ...models.attach import is_transformers_model, quantized_by_another
 from ...models.experts import homes
@@ -94,7 +93,8 @@ def _mlx_tensors(model: Any) -> tuple[dict[str, Tensor], dict[str, Packing]]:
         if leaf == "input_order":
             raise ValueError(f"{owner} gathers its input, which no layer of MLX does")
         if leaf == "weight" and isinstance(module, QuantLinear | QuantEmbedding):
-            parts = _unpacked(owner, module)
+            k = module.embedding_dim if isinstance(module, QuantEmbedding) else module.in_features
+            parts = unpack(owner, module.format, module.weight.detach(), k)
             if "scales" in parts:
                 layers[key] = packing_of(module.format)
         else:
@@ -102,21 +102,6 @@ def _mlx_tensors(model: Any) -> tuple[dict[str, Tensor], dict[str, Packing]]:
             parts = {leaf: dense.t() if leaf == "weight" and is_conv1d(module) else dense}
         tensors.update({f"{key}.{part}": t.contiguous().cpu() for part, t in parts.items()})
     return tensors, layers
-
-
-def _unpacked(name: str, module: QuantLinear | QuantEmbedding) -> dict[str, Tensor]:
-    """The tensors that MLX has for the layer."""
-    k = module.embedding_dim if isinstance(module, QuantEmbedding) else module.in_features
-    parts = unpack(module.format, module.weight.detach(), k)
-    if parts is not None:
-        return parts
-    dtype = getattr(formats.get(module.format), "dtype", None)
-    if dtype is None:
-        raise ValueError(
-            f"{name} is {module.format}, which MLX has not: quantize_ the model to an affine "
-            "format, mxfp4, mxfp8 or nvfp4 first"
-        )
-    return {"weight": module.weight.detach().view(dtype)}
 
 
 def _mlx_config(model: Any, layers: dict[str, Packing]) -> dict[str, Any]:
