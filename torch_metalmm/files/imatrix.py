@@ -166,10 +166,7 @@ def _number(file: GgufFile, key: str, least: int) -> int:
 
 
 def _datasets(file: GgufFile) -> tuple[str, ...]:
-    from gguf import GGUFReader
-
-    found = GGUFReader(file.path).get_field("imatrix.datasets")
-    names = [] if found is None else found.contents()
+    names = file.value("imatrix.datasets", [])
     if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
         raise ValueError(f"{file.path}: imatrix.datasets must be an array of strings")
     return tuple(names)

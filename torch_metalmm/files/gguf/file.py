@@ -128,8 +128,11 @@ class GgufFile:
 
     def stated(self, key: str, default: Any = None) -> Any:
         """The value of a key without the architecture's prefix; an array as a list."""
-        full = f"{self.architecture}.{key}"
-        return self.array(full) if full in self.arrays else self.metadata.get(full, default)
+        return self.value(f"{self.architecture}.{key}", default)
+
+    def value(self, key: str, default: Any = None) -> Any:
+        """The value of a whole key; an array as a list."""
+        return self.array(key) if key in self.arrays else self.metadata.get(key, default)
 
     def array(self, key: str) -> list[Any]:
         """The elements of an array of the metadata. ValueError: a text of it is not UTF-8."""

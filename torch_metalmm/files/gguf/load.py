@@ -78,12 +78,16 @@ def load_gguf(
         raise ValueError(f"dtype must be float32, float16 or bfloat16, got {dtype}")
     require("load_gguf", "gguf", *HF)
 
-    return _loaded(open_gguf(path), device, dtype, mesh, plan)
+    model, tokens, _ = _loaded(open_gguf(path), device, dtype, mesh, plan)
+    return model, tokens
 
 
-def model_of(file: GgufFile, device: torch.device | str, dtype: torch.dtype) -> Any:
-    """The model of the file's tensors, as load_gguf's."""
-    return _loaded(file, device, dtype, wants_tokens=False)[0]
+def model_of(
+    file: GgufFile, device: torch.device | str, dtype: torch.dtype
+) -> tuple[Any, TensorMap]:
+    """The model of the file's tensors, as load_gguf's, and where they went."""
+    model, _, mapping = _loaded(file, device, dtype, wants_tokens=False)
+    return model, mapping
 
 
 def _loaded(
@@ -93,7 +97,7 @@ def _loaded(
     mesh: Any = None,
     plan: Mapping[str, str] | None = None,
     wants_tokens: bool = True,
-) -> tuple[Any, Any]:
+) -> tuple[Any, Any, TensorMap]:
     _check_sizes(file)
     dtype = dtype or default_dtype(file, device)
     with blaming(file.path, "transformers makes no config of its metadata"):
@@ -125,7 +129,7 @@ def _loaded(
     check_finite(file.path, model)
     _set_end_tokens(model, file)
     attach(model)
-    return model.requires_grad_(False), tokens
+    return model.requires_grad_(False), tokens, mapping
 
 
 def default_dtype(file: GgufFile, device: torch.device | str) -> torch.dtype:
@@ -276,7 +280,7 @@ def _is_later(name: str, config: Any) -> bool:
 
 def _number(file: GgufFile, key: str, layer: int | None) -> float:
     """The layer's number, of a key that states one for all or for each."""
-    given = file.array(key) if key in file.arrays else file.metadata.get(key)
+    given = file.value(key)
     if isinstance(given, list):
         given = given[layer] if layer is not None and layer < len(given) else None
     if isinstance(given, bool) or not isinstance(given, int | float):

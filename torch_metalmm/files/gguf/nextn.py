@@ -10,10 +10,8 @@ from torch import Tensor
 from ...models.mtp import OWN, MtpHead
 from ...models.skeleton import put_dense, put_packed
 from ...nn.place import place
-from .architectures import model_config
 from .file import GgufFile
 from .load import model_of
-from .map import tensor_map
 from .split import open_gguf
 
 _SHARED = ("token_embd.weight", "output.weight", "output_norm.weight", "token_embd_norm.weight")
@@ -64,9 +62,8 @@ def mtp_of_gguf(model: Any, path: Any) -> MtpHead:
     """The head of the file, for the model that was loaded from the file."""
     file = open_gguf(path)
     layer = OneLayer(file)
-    head = MtpHead(model, model_of(layer, "cpu", model.dtype))
-    config, row, values = model_config(layer)
-    mapping = tensor_map(layer, head.block, row, values)
+    block, mapping = model_of(layer, "cpu", model.dtype)
+    head = MtpHead(model, block)
     for norm in ("enorm", "hnorm"):
         (value,) = mapping.convert(
             _NORM, file.dense(f"{layer.prefix}{norm}.weight").numpy()

@@ -34,11 +34,13 @@ def tokenizer(file: GgufFile, config: Any) -> Any:
     if not isinstance(kind, type) or not issubclass(kind, PreTrainedTokenizerFast):
         kind = PreTrainedTokenizerFast  # Mistral's own tokenizer package reads no GGUF
     parts, given = (
-        {name: _value(file, key) for key, name in theirs.GGUF_TOKENIZER_MAPPING[part].items()}
+        {
+            name: value
+            for key, name in theirs.GGUF_TOKENIZER_MAPPING[part].items()
+            if (value := file.value(f"tokenizer.{key}")) is not None
+        }
         for part in ("tokenizer", "tokenizer_config")
     )
-    parts = {name: value for name, value in parts.items() if value is not None}
-    given = {name: value for name, value in given.items() if value is not None}
     model = parts.get("tokenizer_type")
     if model == "llama":  # as llama.cpp, where an old file does not say
         given.setdefault("add_bos_token", True)
@@ -61,11 +63,6 @@ class _Uncopied:
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
         return self._backend
-
-
-def _value(file: GgufFile, key: str) -> Any:
-    key = f"tokenizer.{key}"
-    return file.array(key) if key in file.arrays else file.metadata.get(key)
 
 
 def _check(file: GgufFile) -> None:
