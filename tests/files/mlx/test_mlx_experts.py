@@ -11,6 +11,7 @@ import pytest
 import torch
 from expert_models import EXPERTS, IDS, expert_model, logits
 from mlx_files import from_mlx, read, same_tensors
+from spoiled_folders import tensor
 
 from torch_metalmm import QuantExperts, load_mlx, quantize_, save_mlx
 
@@ -111,9 +112,7 @@ def test_what_mlx_has_no_name_for(tmp_path: Path) -> None:
 
 def test_biases_of_experts_are_floats(tmp_path: Path) -> None:
     save_mlx(quantize_(expert_model("GptOss"), "affine4_g64", progress=False), None, tmp_path)
-    tensors, name = read(tmp_path), "model.layers.1.mlp.experts.down_proj.bias"
-    tensors[name] = mx.zeros(tensors[name].shape, mx.int32)
-    mx.save_safetensors(str(tmp_path / "model.safetensors"), tensors, metadata={"format": "mlx"})
+    tensor("model.layers.1.mlp.experts.down_proj.bias", torch.Tensor.int)(tmp_path)
     with pytest.raises(ValueError, match="down_proj_bias is torch.int32, not a float dtype"):
         load_mlx(tmp_path)
 
@@ -121,9 +120,8 @@ def test_biases_of_experts_are_floats(tmp_path: Path) -> None:
 def test_a_correction_of_scores_is_needed(tmp_path: Path) -> None:
     """It is a buffer, and zeros would choose other experts."""
     save_mlx(quantize_(expert_model("Glm4Moe"), "affine4_g64", progress=False), None, tmp_path)
-    tensors, name = read(tmp_path), "model.layers.1.mlp.gate.e_score_correction_bias"
-    del tensors[name]
-    mx.save_safetensors(str(tmp_path / "model.safetensors"), tensors, metadata={"format": "mlx"})
+    name = "model.layers.1.mlp.gate.e_score_correction_bias"
+    tensor(name, None)(tmp_path)
     with pytest.raises(ValueError, match=f"has no tensor for {name}"):
         load_mlx(tmp_path)
 
@@ -145,12 +143,7 @@ PLACE = "model.layers.1.mlp.switch_mlp"
 def test_damaged_stacks(tmp_path: Path, leaf: str, change: Any, message: str) -> None:
     model = quantize_(expert_model(), "affine4_g64", progress=False)
     save_mlx(model, None, tmp_path)
-    tensors = read(tmp_path)
-    if change is None:
-        del tensors[f"{PLACE}.{leaf}"]
-    else:
-        tensors[f"{PLACE}.{leaf}"] = mx.contiguous(change(tensors[f"{PLACE}.{leaf}"]))
-    mx.save_safetensors(str(tmp_path / "model.safetensors"), tensors, metadata={"format": "mlx"})
+    tensor(f"{PLACE}.{leaf}", change)(tmp_path)
     with pytest.raises(ValueError, match=message) as caught:
         load_mlx(tmp_path)
     assert str(tmp_path) in str(caught.value)

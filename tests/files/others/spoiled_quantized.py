@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -10,61 +9,33 @@ from typing import Any
 
 from quantized_files import change_config, layouts, random_layer
 from safetensors.torch import load_file, save_file
+from spoiled_folders import UP, Spoil, quant, tensor
 from torch import Tensor
 
-UP = "model.layers.0.mlp.up_proj"  # [512, 256]
-Change = Callable[[Path], None]
+
+def up(leaf: str, change: Any) -> Spoil:
+    """Replace a tensor of up_proj [512, 256] by change(tensor); None removes it."""
+    return tensor(f"{UP}.{leaf}", change)
 
 
-def says(**changes: Any) -> Change:
-    """Change entries of quantization_config."""
-
-    def change(folder: Path) -> None:
-        values = json.loads((folder / "config.json").read_text())["quantization_config"]
-        change_config(folder, quantization_config=values | changes)
-
-    return change
-
-
-def up(leaf: str, change: Any) -> Change:
-    """Replace a tensor of up_proj by change(tensor); None removes it."""
-
-    def apply(folder: Path) -> None:
-        tensors = load_file(folder / "model.safetensors")
-        old = tensors.pop(f"{UP}.{leaf}", None)
-        if change is not None:
-            tensors[f"{UP}.{leaf}"] = change(old).contiguous()
-        save_file(tensors, folder / "model.safetensors")
-
-    return apply
-
-
-def every(leaf: str, change: Callable[[Tensor], Tensor]) -> Change:
+def every(leaf: str, change: Callable[[Tensor], Tensor]) -> Spoil:
     """Replace this tensor of every layer."""
 
     def apply(folder: Path) -> None:
         tensors = load_file(folder / "model.safetensors")
-        for name, tensor in tensors.items():
+        for name, value in tensors.items():
             if name.endswith(leaf):
-                tensors[name] = change(tensor).contiguous()
+                tensors[name] = change(value).contiguous()
         save_file(tensors, folder / "model.safetensors")
 
     return apply
 
 
-def several(*changes: Change) -> Change:
-    def change(folder: Path) -> None:
-        for each in changes:
-            each(folder)
-
-    return change
-
-
-def config(**changes: Any) -> Change:
+def config(**changes: Any) -> Spoil:
     return lambda folder: change_config(folder, **changes)
 
 
-def rename(old: str, new: str) -> Change:
+def rename(old: str, new: str) -> Spoil:
     def change(folder: Path) -> None:
         tensors = load_file(folder / "model.safetensors")
         named = {name.replace(old, new): t for name, t in tensors.items()}
@@ -82,7 +53,7 @@ def tied_head(folder: Path) -> None:
     change_config(folder, tie_word_embeddings=True)
 
 
-def copied(*names: str) -> Change:
+def copied(*names: str) -> Spoil:
     """Other files of the same weights."""
 
     def change(folder: Path) -> None:
@@ -97,15 +68,10 @@ def of_other_names(folder: Path) -> None:
     (folder / "model.safetensors").unlink()
 
 
-def truncate(folder: Path) -> None:
-    file = folder / "model.safetensors"
-    file.write_bytes(file.read_bytes()[:-9])
+def grouped(**changes: Any) -> Spoil:
+    return quant(config_groups={"group_0": {"weights": {"num_bits": 4}} | changes})
 
 
-def grouped(**changes: Any) -> Change:
-    return says(config_groups={"group_0": {"weights": {"num_bits": 4}} | changes})
-
-
-def weights(**changes: Any) -> Change:
+def weights(**changes: Any) -> Spoil:
     stated = {"num_bits": 4, "type": "int", "strategy": "group", "group_size": 64}
     return grouped(weights=stated | changes)

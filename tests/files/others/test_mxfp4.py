@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +14,8 @@ import transformers
 from expert_models import EXPERTS, FFN, check_equals, decoded, expert_model, greedy
 from expert_models import H as WIDTH
 from gguf import GGUFReader
-from safetensors.torch import load_file, save_file
+from safetensors.torch import save_file
+from spoiled_folders import Spoil, tensor
 from torch import Tensor
 
 from torch_metalmm import QuantExperts, load_packed, load_quantized, quantize_, save_gguf
@@ -118,60 +119,51 @@ def test_activations_in_the_dtype_of_the_file(good: Path) -> None:
     assert experts.gate_up_proj_bias.dtype == model.lm_head.weight.dtype == torch.bfloat16
 
 
-def without(name: str) -> Callable[[dict[str, Tensor]], Any]:
-    return lambda tensors: tensors.pop(name)
-
-
-def changed(name: str, change: Callable[[Tensor], Tensor]) -> Callable[[dict[str, Tensor]], Any]:
-    return lambda tensors: tensors.update({name: change(tensors[name]).contiguous()})
-
-
 PLACE = "model.layers.1.mlp.experts."
 
 
 @pytest.mark.parametrize(
-    ("change", "message"),
+    ("spoil", "message"),
     [
-        (without(f"{PLACE}down_proj_scales"), "no tensor for .*layers.1.*down_proj_scales"),
-        (without(f"{PLACE}gate_up_proj_blocks"), "no tensor for .*layers.1.*gate_up_proj_blocks"),
-        (without(f"{PLACE}down_proj_bias"), "no tensor for .*layers.1.*down_proj_bias"),
-        (without("lm_head.weight"), "no tensor for lm_head.weight"),
+        (tensor(f"{PLACE}down_proj_scales", None), "no tensor for .*layers.1.*down_proj_scales"),
         (
-            changed(f"{PLACE}down_proj_blocks", lambda t: t[:5]),
+            tensor(f"{PLACE}gate_up_proj_blocks", None),
+            "no tensor for .*layers.1.*gate_up_proj_blocks",
+        ),
+        (tensor(f"{PLACE}down_proj_bias", None), "no tensor for .*layers.1.*down_proj_bias"),
+        (tensor("lm_head.weight", None), "no tensor for lm_head.weight"),
+        (
+            tensor(f"{PLACE}down_proj_blocks", lambda t: t[:5]),
             r"is torch.uint8 \[5, 128, 2, 16\]; the model makes it torch.uint8 \[6, 128, 2, 16\]",
         ),
         (
-            changed(f"{PLACE}gate_up_proj_scales", lambda t: t.flatten(1)),
+            tensor(f"{PLACE}gate_up_proj_scales", lambda t: t.flatten(1)),
             r"gate_up_proj_scales is torch.uint8 \[6, 512\]; the model makes .* \[6, 128, 4\]",
         ),
         (
-            changed(f"{PLACE}gate_up_proj_bias", lambda t: t[:, 1:]),
+            tensor(f"{PLACE}gate_up_proj_bias", lambda t: t[:, 1:]),
             r"gate_up_proj_bias is torch.bfloat16 \[6, 127\]; the model makes it .* \[6, 128\]",
         ),
         (
-            changed(f"{PLACE}down_proj_blocks", lambda t: t.float()),
+            tensor(f"{PLACE}down_proj_blocks", lambda t: t.float()),
             "down_proj_blocks is torch.float32 .*; the model makes it torch.uint8",
         ),
         (
-            changed(f"{PLACE}down_proj_scales", lambda t: t.fill_(255)),
+            tensor(f"{PLACE}down_proj_scales", lambda t: t.fill_(255)),
             r"down_proj of expert 0: mxfp4: a scale is NaN \(e = 255\)",
         ),
         (
-            lambda t: t.update({"model.x": torch.zeros(1)}),
+            tensor("model.x", lambda t: torch.zeros(1)),
             "has tensors the model does not: model.x",
         ),
     ],
 )
-def test_folders_that_do_not_fit(
-    good: Path, tmp_path: Path, change: Callable[[dict[str, Tensor]], Any], message: str
-) -> None:
-    tensors = load_file(good / "model.safetensors")
-    change(tensors)
-    (tmp_path / "config.json").write_text((good / "config.json").read_text())
-    save_file(tensors, tmp_path / "model.safetensors", {"format": "pt"})
+def test_folders_that_do_not_fit(good: Path, tmp_path: Path, spoil: Spoil, message: str) -> None:
+    folder = Path(shutil.copytree(good, tmp_path / "bad"))
+    spoil(folder)
     with pytest.raises(ValueError, match=message) as caught:
-        load_quantized(tmp_path)
-    assert str(tmp_path) in str(caught.value)
+        load_quantized(folder)
+    assert str(folder) in str(caught.value)
 
 
 def test_a_model_without_experts_is_refused(good: Path, tmp_path: Path) -> None:

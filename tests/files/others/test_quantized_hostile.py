@@ -8,18 +8,15 @@ from pathlib import Path
 import pytest
 import torch
 from quantized_files import change_config, layouts, write
+from spoiled_folders import Spoil, both, quant, raw
 from spoiled_quantized import (
-    Change,
     config,
     copied,
     every,
     grouped,
     of_other_names,
     rename,
-    says,
-    several,
     tied_head,
-    truncate,
     up,
     weights,
 )
@@ -38,40 +35,40 @@ def good(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return root
 
 
-CASES: dict[str, tuple[str, Change, str]] = {
+CASES: dict[str, tuple[str, Spoil, str]] = {
     "no config": ("gptq", lambda f: (f / "config.json").unlink(), "has no config.json"),
     "not quantized": ("gptq", config(quantization_config=...), "must have a quantization_config"),
     "a list": ("gptq", config(quantization_config=[1]), r"quantization_config, got \[1\]"),
-    "of MLX": ("gptq", says(quant_method=None), "quant_method None: use load_mlx"),
-    "packed": ("gptq", says(quant_method="metalmm"), "'metalmm': use load_packed"),
+    "of MLX": ("gptq", quant(quant_method=None), "quant_method None: use load_mlx"),
+    "packed": ("gptq", quant(quant_method="metalmm"), "'metalmm': use load_packed"),
     "bitsandbytes": (
         "gptq",
-        says(quant_method="bitsandbytes"),
+        quant(quant_method="bitsandbytes"),
         "quantized by 'bitsandbytes', which has no format here.*dequantize it, and pack it",
     ),
-    "method is a list": ("gptq", says(quant_method=["gptq"]), "no format here"),
+    "method is a list": ("gptq", quant(quant_method=["gptq"]), "no format here"),
     "no weights": (
         "gptq",
         lambda f: (f / "model.safetensors").rename(f / "pytorch_model.bin"),
         r"has no \*.safetensors",
     ),
-    "truncated": ("gptq", truncate, "cannot read .*model.safetensors"),
+    "truncated": ("gptq", raw(lambda data: data[:-9]), "cannot read .*model.safetensors"),
     "unknown model": ("gptq", config(model_type="evil"), "no model_type 'evil'"),
     "dense": ("gptq", rename(".qweight", ".weight"), "has no tensor <layer>.qweight"),
-    "marlin": ("gptq", says(checkpoint_format="marlin"), "checkpoint_format is 'marlin'; read"),
-    "marlin as format": ("gptq", says(format="marlin"), "format is 'marlin'; read"),
+    "marlin": ("gptq", quant(checkpoint_format="marlin"), "checkpoint_format is 'marlin'; read"),
+    "marlin as format": ("gptq", quant(format="marlin"), "format is 'marlin'; read"),
     "two layouts": (
         "gptq",
-        says(checkpoint_format="gptq", format="gptq_v2"),
+        quant(checkpoint_format="gptq", format="gptq_v2"),
         "checkpoint_format and format disagree: .*'gptq_v2'",
     ),
-    "words of 64 bits": ("gptq", says(pack_dtype="int64"), "pack_dtype is 'int64'; read here"),
-    "is marlin": ("gptq", says(is_marlin_format=True), "is_marlin_format is True"),
-    "gemv": ("awq", says(version="gemv"), "version is 'gemv'; read here: 'gemm'"),
-    "llm-awq": ("awq", says(backend="llm-awq"), "backend is 'llm-awq'"),
-    "bits lie": ("gptq", says(bits=3), "config says bits 3, its tensors have 4"),
-    "bits are text": ("gptq", says(bits="4"), "config says bits '4', its tensors have 4"),
-    "group lies": ("awq", says(group_size=128), "config says group_size 128, its .* have 64"),
+    "words of 64 bits": ("gptq", quant(pack_dtype="int64"), "pack_dtype is 'int64'; read here"),
+    "is marlin": ("gptq", quant(is_marlin_format=True), "is_marlin_format is True"),
+    "gemv": ("awq", quant(version="gemv"), "version is 'gemv'; read here: 'gemm'"),
+    "llm-awq": ("awq", quant(backend="llm-awq"), "backend is 'llm-awq'"),
+    "bits lie": ("gptq", quant(bits=3), "config says bits 3, its tensors have 4"),
+    "bits are text": ("gptq", quant(bits="4"), "config says bits '4', its tensors have 4"),
+    "group lies": ("awq", quant(group_size=128), "config says group_size 128, its .* have 64"),
     "no scales": ("gptq", up("scales", None), "up_proj: scales is missing"),
     "no zeros": ("gptq", up("qzeros", None), "up_proj: qzeros is missing"),
     "no codes": ("gptq", up("qweight", None), "tensors the model does not: .*up_proj.qzeros"),
@@ -84,7 +81,7 @@ CASES: dict[str, tuple[str, Change, str]] = {
     "three groups": ("gptq", up("scales", lambda t: t[:3]), r"qzeros must be torch.int32 \[3, 64"),
     "groups of 16": (
         "gptq",
-        several(
+        both(
             up("scales", lambda t: t.repeat(4, 1)),
             up("qzeros", lambda t: t.repeat(4, 1)),
             up("g_idx", lambda t: torch.arange(256, dtype=torch.int32) // 16),
@@ -142,9 +139,9 @@ CASES: dict[str, tuple[str, Change, str]] = {
     ),
     "a norm": ("awq", rename("mlp.up_proj", "input_layernorm"), "LlamaRMSNorm, which cannot be"),
     "extra tensor": ("awq", rename("norm.weight", "evil"), "does not: .*evil"),
-    "naive": ("compressed-tensors", says(format="naive-quantized"), "format is 'naive-quantized'"),
+    "naive": ("compressed-tensors", quant(format="naive-quantized"), "format is 'naive-quantized'"),
     "of a group": ("compressed-tensors", grouped(format="nvfp4-pack-quantized"), "is 'nvfp4-pack"),
-    "no object": ("compressed-tensors", says(config_groups=[1]), "must be an object of objects"),
+    "no object": ("compressed-tensors", quant(config_groups=[1]), "must be an object of objects"),
     "activations": (
         "compressed-tensors",
         grouped(input_activations={"num_bits": 8}),
@@ -182,22 +179,22 @@ CASES: dict[str, tuple[str, Change, str]] = {
     ),
     "7 bits padded to 8": (
         "compressed-tensors",
-        several(weights(num_bits=7), every("weight_packed", lambda t: t.repeat(1, 2))),
+        both(weights(num_bits=7), every("weight_packed", lambda t: t.repeat(1, 2))),
         "has padded words, as older releases",
     ),
     "rotations": (
         "compressed-tensors",
-        says(transform_config={"config_groups": {"u": {}}}),
+        quant(transform_config={"config_groups": {"u": {}}}),
         "transform_config rotates activations",
     ),
     "sparse": (
         "compressed-tensors",
-        says(sparsity_config={"format": "sparse-24-bitmask"}),
+        quant(sparsity_config={"format": "sparse-24-bitmask"}),
         "the format of sparsity_config is 'sparse-24-bitmask'",
     ),
     "sparse by a list": (
         "compressed-tensors",
-        says(sparsity_config=[1]),
+        quant(sparsity_config=[1]),
         "its quantization: .*list",
     ),
     "shape lies": ("compressed-tensors", up("weight_shape", lambda t: t * 2), "weight_shape is"),
@@ -229,7 +226,7 @@ CASES: dict[str, tuple[str, Change, str]] = {
     "W_q is cut": ("hqq", up("W_q", lambda t: t[1:]), r"W_q must be torch.uint8 \[1024, 64\]"),
     "W_q is of bits": (
         "hqq",
-        several(
+        both(
             up("W_q", lambda t: t[:, :63]),
             up("packing", lambda t: torch.tensor([ord(c) for c in "3bit_32"], dtype=torch.uint8)),
         ),
@@ -253,7 +250,7 @@ CASES: dict[str, tuple[str, Change, str]] = {
     ),
     "activations of 8": (
         "torchao",
-        says(quant_type={"default": {"_type": "Float8DynamicActivationInt4WeightConfig"}}),
+        quant(quant_type={"default": {"_type": "Float8DynamicActivationInt4WeightConfig"}}),
         "which quantizes activations too",
     ),
 }
