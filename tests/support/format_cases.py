@@ -27,32 +27,12 @@ def same_bits(a: Tensor | np.ndarray, b: Tensor | np.ndarray) -> bool:
 
 # Offsets of the f16 fields of a block; of iq1_m the two bytes whose top nibble is that of d.
 HALF_FIELDS = {
-    "q4_0": (0,),
-    "q4_1": (0, 2),
-    "q5_0": (0,),
-    "q5_1": (0, 2),
-    "q8_0": (0,),
-    "q2_k": (80, 82),
-    "q3_k": (108,),
-    "q4_k": (0, 2),
-    "q5_k": (0, 2),
-    "q6_k": (208,),
-    "iq4_nl": (0,),
-    "iq4_xs": (0,),
-    "mxfp4": (),
-    "nvfp4": (),
-    "mxfp8": (),
-    "tq1_0": (52,),
-    "tq2_0": (64,),
-    "q1_0": (0,),
-    "q2_0": (0,),
-    "iq1_s": (0,),
-    "iq1_m": (54,),
-    "iq2_xxs": (0,),
-    "iq2_xs": (0,),
-    "iq2_s": (0,),
-    "iq3_xxs": (0,),
-    "iq3_s": (0,),
+    **dict.fromkeys(("q4_0", "q5_0", "q8_0", "iq4_nl", "iq4_xs", "q1_0", "q2_0"), (0,)),
+    **dict.fromkeys(("iq1_s", "iq2_xxs", "iq2_xs", "iq2_s", "iq3_xxs", "iq3_s"), (0,)),
+    **dict.fromkeys(("q4_1", "q5_1", "q4_k", "q5_k"), (0, 2)),
+    **dict.fromkeys(("mxfp4", "nvfp4", "mxfp8"), ()),
+    **{"q2_k": (80, 82), "q3_k": (108,), "q6_k": (208,)},
+    **{"tq1_0": (52,), "tq2_0": (64,), "iq1_m": (54,)},
 }
 
 _ONE, _FOUR, _EIGHT, _ZERO = b"\x00\x3c", b"\x00\x44", b"\x00\x48", b"\x00\x00"
@@ -107,8 +87,7 @@ UNIT_SCALE = {
 }
 
 
-def weights(kind: str, n: int = 8, k: int = 1024) -> Tensor:
-    """W f32 [n, k] of a kind that some quantizer could get wrong."""
+def _weights(n: int, k: int) -> dict[str, Tensor]:
     g = torch.Generator().manual_seed(11)
     normal = torch.randn(n, k, generator=g)
     return {
@@ -124,13 +103,15 @@ def weights(kind: str, n: int = 8, k: int = 1024) -> Tensor:
         "tiny": normal * 1e-7,
         "vanishing": normal * 1e-30,
         "outliers": normal * torch.exp2(torch.randint(-12, 4, (n, k), generator=g).float()),
-    }[kind]
+    }
 
 
-KINDS = (
-    *("normal", "zeros", "constant", "constant groups", "positive", "negative"),
-    *("sparse", "ties", "huge", "tiny", "vanishing", "outliers"),
-)
+KINDS = tuple(_weights(1, 32))
+
+
+def weights(kind: str, n: int = 8, k: int = 1024) -> Tensor:
+    """W f32 [n, k] of a kind that some quantizer could get wrong."""
+    return _weights(n, k)[kind]
 
 
 def golden_weights() -> Tensor:
