@@ -9,9 +9,9 @@ from typing import Any
 
 import pytest
 import torch
-import transformers
 from gguf_files import random_model
-from hf_models import same_bytes
+from hf_models import IDS, logits, same_bytes
+from hf_models import random_model as tiny_model
 from safetensors import safe_open
 from torch import nn
 
@@ -20,29 +20,9 @@ from torch_metalmm.files.folder import is_packed
 
 pytestmark = [pytest.mark.filterwarnings("error")]
 
-IDS = torch.arange(20, 32)[None]
-
 
 def small_llama(tied: bool = True, dtype: torch.dtype = torch.float32) -> Any:
-    torch.manual_seed(0)
-    config = transformers.LlamaConfig(
-        vocab_size=300,
-        hidden_size=256,
-        intermediate_size=512,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        tie_word_embeddings=tied,
-        attention_bias=True,
-        bos_token_id=1,
-        eos_token_id=2,
-    )
-    return transformers.AutoModelForCausalLM.from_config(config, dtype=dtype).eval()
-
-
-def logits(model: Any) -> torch.Tensor:
-    with torch.inference_mode():
-        return model(IDS).logits
+    return tiny_model("llama", dtype, tie_word_embeddings=tied)
 
 
 @pytest.mark.quick
