@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -11,18 +10,11 @@ from typing import Any
 import pytest
 import torch
 import transformers
+from gguf_files import random_model
 
-from torch_metalmm import (
-    load_gguf,
-    load_mlx,
-    load_packed,
-    quantize_,
-    save_mlx,
-    save_packed,
-)
+from torch_metalmm import load_gguf, load_mlx, load_packed, quantize_, save_mlx, save_packed
 from torch_metalmm.files.gguf.file import GgufFile
 from torch_metalmm.models import finite
-from torch_metalmm.tools.generate import demo_model
 
 LAYER = "model.layers.1.mlp.up_proj.weight"
 
@@ -68,7 +60,7 @@ def spoil(path: Path, scale: int) -> None:
 @pytest.mark.usefixtures("quiet_transformers")
 @pytest.mark.parametrize("scale", [0x7C00, 0x7E01], ids=["inf", "nan"])
 def test_a_scale_of_a_gguf_file_is_named(tmp_path: Path, scale: int) -> None:
-    path = Path(shutil.copyfile(demo_model(), tmp_path / "model.gguf"))
+    path = random_model(tmp_path / "model.gguf", "llama", kinds=("q8_0",))
     spoil(path, scale)
     with pytest.raises(ValueError, match=rf"{path}: {LAYER} has (-?inf|nan) in row 5"):
         load_gguf(path)
@@ -78,14 +70,14 @@ def test_a_scale_of_a_gguf_file_is_named(tmp_path: Path, scale: int) -> None:
 def test_files_beyond_half_of_memory_stay_unread(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    path = Path(shutil.copyfile(demo_model(), tmp_path / "model.gguf"))
+    path = random_model(tmp_path / "model.gguf", "llama", kinds=("q8_0",))
     spoil(path, 0x7C00)
     monkeypatch.setattr(os, "sysconf", {"SC_PAGE_SIZE": 4096, "SC_PHYS_PAGES": 1}.__getitem__)
     load_gguf(path)
 
 
 def test_the_check_takes_one_thread_and_gives_the_others_back(
-    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Threads that wait by spinning made its cost vary by 10."""
     seen, sums = [], finite._sums
@@ -98,7 +90,7 @@ def test_the_check_takes_one_thread_and_gives_the_others_back(
     before = torch.get_num_threads()
     torch.set_num_threads(2)
     try:
-        load_gguf(demo_model())
+        load_gguf(random_model(tmp_path / "model.gguf", "llama"))
         assert set(seen) == {1} and torch.get_num_threads() == 2
     finally:
         torch.set_num_threads(before)

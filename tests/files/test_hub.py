@@ -97,6 +97,11 @@ def ask(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Ask]:
         yield asked
 
 
+def paths(lines: list[list[object]]) -> list[list[object]]:
+    """What was found, with what is in its files."""
+    return [line for line in lines if line[0] == "path"]
+
+
 def test_what_is_a_name_on_the_hub() -> None:
     assert hub_name("a/b") == Named("a/b")
     assert hub_name("a/b-GGUF:Q4_K_M") == Named("a/b-GGUF", tag="Q4_K_M")
@@ -113,40 +118,33 @@ def test_what_is_a_name_on_the_hub() -> None:
 def test_models_are_fetched_once(tmp_path: Path, ask: Ask) -> None:
     """The one model, that of a tag in any case, all parts of a split one, a folder's weights."""
     names = ["org/one-GGUF", "org/big-GGUF", "org/big-GGUF:q8_0", f"org/big-GGUF/{PARTS[1]}"]
-    names += ["mlx-community/m", "org/adapter"]
+    names += ["mlx-community/m", "org/adapter", "org/embedder"]
     with FakeHub(REPOSITORIES) as hub:
         found = ask(tmp_path, hub.url, *names)
-        assert [f[2] for f in found if f[0] == "path"] == [
+        assert [files for _, _, files in paths(found)] == [
             ["one"],
             [PARTS[0]],
             ["q8"],
             [PARTS[0]],
             ['{"model_type": "llama"}', "weights", "words"],
             ["{  }", "lora"],
+            # Modules lie below the folder, where twins of the weights do, too.
+            ["cls", "a layer", "{    }", "weights", "[]"],
         ]
         assert ["checked", ["config.json"]] in found
         first = Path(str(found[1][1]))
         assert [(first.parent / Path(part).name).read_text() for part in PARTS] == PARTS
-        wanted = {"one-Q5_0.gguf", *PARTS, "big-Q8_0.gguf", "config.json", "model.safetensors"}
-        wanted |= {"tokenizer.model", "adapter_config.json", "adapter_model.safetensors"}
+        wanted = ["one-Q5_0.gguf", *PARTS, "big-Q8_0.gguf", "config.json", "model.safetensors"]
+        wanted += ["tokenizer.model", "adapter_config.json", "adapter_model.safetensors"]
+        wanted += ["config.json", "model.safetensors", "modules.json"]
+        wanted += ["1_Pooling/config.json", "2_Dense/model.safetensors"]
         assert sorted(hub.fetched()) == sorted(wanted)
         hub.requests.clear()
-        assert [f[-1] for f in ask(tmp_path, hub.url, *names)] == [f[-1] for f in found][:4] + [
-            ["config.json", "model.safetensors", "tokenizer.model"],
-            *(f[-1] for f in found[5:]),
-        ]
-        assert hub.fetched() == []
+        again = ask(tmp_path, hub.url, *names)
+        assert paths(again) == paths(found) and hub.fetched() == []
     offline = ask(tmp_path, hub.url, *names, HF_HUB_OFFLINE="1")
     gone = ask(tmp_path, hub.url, *names)  # nobody listens there any more
-    assert [f[2] for f in offline if f[0] == "path"] == [f[2] for f in found if f[0] == "path"]
-    assert gone == offline
-
-
-def test_the_modules_of_an_embedder_are_fetched(tmp_path: Path, ask: Ask) -> None:
-    """They lie below the folder, where twins of the weights do, too."""
-    with FakeHub(REPOSITORIES) as hub:
-        found = ask(tmp_path, hub.url, "org/embedder")
-    assert found[-1][2] == ["cls", "a layer", "{    }", "weights", "[]"]
+    assert paths(offline) == paths(found) and gone == offline
 
 
 def test_what_is_not_there_is_said(tmp_path: Path, ask: Ask) -> None:
