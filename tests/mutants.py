@@ -43,7 +43,7 @@ _REPLAYS = "test_replay.py test_replay_faults.py"
 TARGETS = {
     "torch_metalmm/files/gguf/file.py": "test_gguf_file.py test_gguf_header.py",
     "torch_metalmm/files/gguf/save.py": "test_gguf_save.py test_gguf_save_config.py",
-    "torch_metalmm/files/gguf/derive.py": "test_gguf_more.py test_gguf_save.py test_converted.py",
+    "torch_metalmm/files/gguf/derive.py": "test_converted.py test_gguf_save.py",
     "torch_metalmm/tools/serve/ollama.py": "test_serve_replies.py test_serve_clients.py -k ollama",
     "torch_metalmm/files/gguf/layout.py": "test_gguf_file.py test_gguf_hostile.py",
     "torch_metalmm/files/limits.py": "test_odd_folders.py",

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from itertools import cycle
 from pathlib import Path
 from typing import Any
@@ -62,9 +62,6 @@ ARCHITECTURES: dict[str, dict[str, Any]] = {
     "qwen3": _DECODER,
     "qwen2moe": _DECODER | _MOE,
     "qwen3moe": _DECODER | _MOE | {"attention.key_length": 64},
-    "phi3": _DECODER,
-    "stablelm": _DECODER | _LAYER_NORM,
-    "starcoder2": _DECODER | _LAYER_NORM,
     "falcon": _DECODER | _LAYER_NORM | {"attention.head_count_kv": 1},
     "bloom": _DECODER | _LAYER_NORM,
     "gpt2": _DECODER | _LAYER_NORM,
@@ -81,10 +78,6 @@ ARCHITECTURES: dict[str, dict[str, Any]] = {
     | _LAYER_NORM
     | {"attention.key_length": 64, "attention.relative_buckets_count": 32}
     | {"decoder_start_token_id": 0},
-    "t5encoder": _DECODER
-    | _LAYER_NORM
-    | {"attention.key_length": 64, "attention.relative_buckets_count": 32},
-    "gpt-oss": _DECODER | _MOE | {"sliding_window": 64},
     "minimax-m2": _DECODER
     | _MOE
     | {"attention.key_length": 64, "rope.dimension_count": 64, "expert_gating_func": 2},
@@ -96,6 +89,7 @@ ARCHITECTURES: dict[str, dict[str, Any]] = {
 }
 
 
+_MADE: dict[tuple[Any, ...], bytes] = {}  # files of random_model by its arguments
 NEW_STYLE = ("lfm2", "qwen35", "qwen35moe")  # transformers reads three types less in these
 
 
@@ -132,6 +126,11 @@ def write_gguf(
     for name, (data, format) in tensors.items():
         kind = gguf.GGMLQuantizationType[format.upper()]
         writer.add_tensor(name, data, raw_dtype=kind)
+    return finish(writer, path)
+
+
+def finish(writer: gguf.GGUFWriter, path: Path) -> Path:
+    """Write what the writer was given."""
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
@@ -196,6 +195,23 @@ def random_model(
 ) -> Path:
     """A GGUF file of that architecture: random weights, the formats of `kinds` in turn."""
     values = ARCHITECTURES[architecture] | {"context_length": context}
+    key = (architecture, tied, seed, *kinds, str(values))
+    if key in _MADE:
+        path.write_bytes(_MADE[key])
+    else:
+        _MADE[key] = _random_file(path, architecture, tied, seed, kinds, values).read_bytes()
+    torch.manual_seed(seed)
+    return path
+
+
+def _random_file(
+    path: Path,
+    architecture: str,
+    tied: bool,
+    seed: int,
+    kinds: Sequence[str],
+    values: dict[str, Any],
+) -> Path:
     embedding = {"token_embd.weight": (np.zeros((320, H), np.float32), "f32")}
     head = {} if tied else {"output.weight": (np.zeros((320, H), np.float32), "f32")}
     extra: dict[str, Any] = {}
@@ -226,10 +242,7 @@ def split(
     _add_tokenizer(writer, architecture)
     for name, (data, format) in tensors_of(path):
         writer.add_tensor(name, data, raw_dtype=gguf.GGMLQuantizationType[format.upper()])
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
+    finish(writer, target)
     return sorted(path.parent.glob(f"{path.stem}-split-*.gguf"))
 
 
@@ -243,6 +256,17 @@ def tensors_of(path: Path) -> list[tuple[str, tuple[np.ndarray, str]]]:
         kind = numpy_types.get(entry.format)
         found.append((name, (data if kind is None else data.view(kind), entry.format)))
     return found
+
+
+def fields_of(path: Path, prefix: str = "") -> dict[str, Any]:
+    """The metadata, values by their keys; with a prefix, those that have it, without it."""
+    fields = gguf.GGUFReader(path).fields.values()
+    named = {field.name: field for field in fields if not field.name.startswith("GGUF.")}
+    return {
+        key.removeprefix(prefix): field.contents()
+        for key, field in named.items()
+        if key.startswith(prefix)
+    }
 
 
 def load_quietly(path: Path, **options: Any) -> tuple[Any, Any, list[str]]:
@@ -352,6 +376,3 @@ def _file_shape(name: str, shape: tuple[int, ...], model: Any, target: str) -> t
     if "ffn_gate_inp_shexp" in name:
         return shape[-1:]
     return shape
-
-
-Reference = Callable[[Path], Any]

@@ -15,14 +15,12 @@ import torch
 import transformers
 from converted_models import CASES as RECORDED
 from converted_models import records
-from gguf_cases import CASES, architecture_of
-from gguf_files import ARCHITECTURES, RARE, load_quietly, map_and_model, mapped, random_model
+from gguf_files import ARCHITECTURES, RARE, load_quietly, mapped, random_model
 from places import ROOT
 from torch import Tensor, nn
 
 from torch_metalmm import MetalMMConfig, QuantEmbedding, QuantLinear, load_packed
 from torch_metalmm.files.gguf.architectures import supported_architectures
-from torch_metalmm.files.gguf.file import GgufFile
 from torch_metalmm.tools.cli import main
 from torch_metalmm.tools.generate import demo_model
 
@@ -33,13 +31,13 @@ pytestmark = [
 
 # What cannot stay packed, by architecture: parts of the names the warning lists.
 MOE = ("qwen2moe", "qwen3moe", "minimax-m2", "qwen35moe")
-DECODED = {
-    "t5": ("ffn_down",),
-    "t5encoder": ("ffn_down",),
-    "mamba": ("token_embd", "ssm_dt"),
-}
-LOADABLE = [a for a in ARCHITECTURES if a != "gpt-oss"]
-UNTIED = ("llama", "gpt2", "bloom", "falcon", "t5", "gemma3", "qwen35")
+DECODED = {"t5": ("ffn_down",), "mamba": ("token_embd", "ssm_dt")}
+# One or more of each way that transformers undoes what a converter did.
+READ = (
+    *("llama", "qwen2", "qwen2moe", "qwen3moe", "falcon", "bloom", "gpt2", "nemotron", "gemma2"),
+    *("gemma4", "mamba", "t5", "minimax-m2", "lfm2", "qwen35", "qwen35moe"),
+)
+UNTIED = ("llama", "bloom", "falcon", "t5")
 
 
 @pytest.fixture(scope="session")
@@ -59,8 +57,8 @@ def reference_model(path: Path, architecture: str, config: Any = None) -> Any:
     Its own configs lack values: head_dim of Qwen 3, the scale of Gemma, the widths of GPT-2.
     test_converted.py has ours against the original models'.
     """
-    kinds = {"t5": "AutoModelForSeq2SeqLM", "t5encoder": "T5EncoderModel"}
-    kind = getattr(transformers, kinds.get(architecture, "AutoModelForCausalLM"))
+    is_t5 = architecture == "t5"
+    kind = transformers.AutoModelForSeq2SeqLM if is_t5 else transformers.AutoModelForCausalLM
     options = {"experts_implementation": "eager"} if architecture in MOE else {}
     if config is not None:
         options["config"] = copy.deepcopy(config)
@@ -75,11 +73,11 @@ def outputs(model: nn.Module, ids: Tensor) -> Tensor:
         return model(input_ids=ids, **extra)[0].double()
 
 
-def check_equals_reference(model: nn.Module, reference: nn.Module, ids: Tensor) -> float:
+def check_equals_reference(model: nn.Module, reference: nn.Module, ids: Tensor) -> None:
     """The model errs against float64 by no more than a small multiple of the decoded f32 model's.
 
     Rounding accumulates over layers in ways no short formula bounds; the f32 model has the same
-    weights and the same graph, so its own error is the measure. Returns the largest difference.
+    weights and the same graph, so its own error is the measure.
     """
     y, y32 = outputs(model, ids), outputs(reference, ids)
     y64 = outputs(reference.double(), ids)
@@ -87,12 +85,11 @@ def check_equals_reference(model: nn.Module, reference: nn.Module, ids: Tensor) 
     spacing = torch.finfo(torch.float32).eps * y64.abs().max().item()
     print(f"error {own:.2e}, transformers' {theirs:.2e}, largest output {y64.abs().max():.1f}")
     assert own <= 6 * max(theirs, spacing)
-    return (y - y32).abs().max().item()
 
 
 @pytest.mark.parametrize(
     ("architecture", "tied"),
-    [(a, True) for a in LOADABLE] + [(a, False) for a in UNTIED],
+    [(a, True) for a in READ] + [(a, False) for a in UNTIED],
 )
 def test_architecture_equals_transformers(folder: Path, architecture: str, tied: bool) -> None:
     path = file_of(folder, architecture, tied)
@@ -141,22 +138,8 @@ def check_everything_else_is_packed(model: nn.Module, has_exceptions: bool) -> N
     assert all(p.dtype in (torch.float32, torch.uint8) for p in model.parameters())
 
 
-@pytest.mark.parametrize("architecture", LOADABLE)
-def test_name_map_equals_the_full_one(folder: Path, architecture: str) -> None:
-    from transformers.modeling_gguf_pytorch_utils import get_gguf_hf_weights_map
-
-    from torch_metalmm.files.gguf.map import ProcessorMap
-
-    mapping, model = map_and_model(GgufFile(file_of(folder, architecture)))
-    if isinstance(mapping, ProcessorMap):
-        own = "t5" if "t5" in architecture else architecture
-        full = get_gguf_hf_weights_map(model, mapping._processor, model_type=own)
-        assert mapping._names == full
-
-
 def test_supported_architectures_are_the_tested_ones() -> None:
-    converted = {architecture_of(case) for case in CASES}
-    converted |= {records()[case]["architecture"] for case in RECORDED}
+    converted = {records()[case]["architecture"] for case in RECORDED}
     assert set(supported_architectures()) == set(ARCHITECTURES) | converted
 
 
@@ -182,15 +165,12 @@ def smollm() -> tuple[Any, Any]:
 def test_demo_model_equals_transformers(smollm: tuple[Any, Any]) -> None:
     model, tokenizer = smollm
     text = "The history of Paris begins more than two thousand years ago, when a tribe settled. "
-    ids = tokenizer(4 * text, return_tensors="pt").input_ids[:, :64]
-    assert ids.shape == (1, 64)
+    ids = tokenizer(text, return_tensors="pt").input_ids
     reference = reference_model(demo_model(), "llama", model.config)
-    greedy = {"max_new_tokens": 16, "do_sample": False, "eos_token_id": None, "pad_token_id": 2}
+    greedy = {"max_new_tokens": 8, "do_sample": False, "eos_token_id": None, "pad_token_id": 2}
     with torch.inference_mode():
         ours, theirs = model.generate(ids, **greedy), reference.generate(ids, **greedy)
-    assert ours.shape == (1, 80) and torch.equal(ours, theirs)
-    difference = check_equals_reference(model, reference, ids)
-    print(f"largest difference of logits {difference:.2e}")
+    assert ours.shape[1] == ids.shape[1] + 8 and torch.equal(ours, theirs)
 
 
 def answer_of(model: Any, tokenizer: Any) -> str:

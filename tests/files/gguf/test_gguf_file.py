@@ -76,34 +76,6 @@ def test_the_dtype_on_mps_has_16_bits(
     assert load_quietly(path)[0].dtype == torch.float32
 
 
-@pytest.mark.parametrize("kind", ["eot", "eom"])
-def test_generation_stops_at_every_end_token(folder: Path, kind: str) -> None:
-    tensors = dict(tensors_of(random_model(folder / "a.gguf", "llama")))
-    extra = {f"tokenizer.ggml.{kind}_token_id": 7}
-    path = write_gguf(folder / "ends.gguf", "llama", tensors, ARCHITECTURES["llama"], extra)
-    model, tokenizer, _ = load_quietly(path)
-    assert model.generation_config.eos_token_id == [tokenizer.eos_token_id, 7]
-    assert model.generation_config.bos_token_id == tokenizer.bos_token_id
-
-
-def test_llama3_rope_divisors_become_rope_scaling(folder: Path) -> None:
-    from transformers import LlamaConfig
-    from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
-
-    scaling = {"rope_type": "llama3", "factor": 32.0, "low_freq_factor": 1.0, "rope_theta": 5e5}
-    scaling |= {"high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
-    config = LlamaConfig(hidden_size=H, num_attention_heads=4, rope_parameters=scaling)
-    wanted = LlamaRotaryEmbedding(config).inv_freq
-    plain = 5e5 ** (-torch.arange(32, dtype=torch.float64) / 32)
-    tensors = dict(tensors_of(random_model(folder / "a.gguf", "llama")))
-    tensors["rope_freqs.weight"] = ((plain / wanted.double()).float().numpy(), "f32")
-    values = ARCHITECTURES["llama"] | {"rope.freq_base": 5e5}
-    model, _, warned = load_quietly(write_gguf(folder / "b.gguf", "llama", tensors, values))
-    assert warned == []
-    assert model.config.rope_parameters["rope_type"] == "llama3"
-    assert torch.allclose(model.model.rotary_emb.inv_freq, wanted, rtol=1e-6, atol=0)
-
-
 def test_rope_divisors_that_shorten_no_frequency_are_no_scaling(folder: Path) -> None:
     """Llama 3's formula with a factor of 1 gives ones; below 1 it would speed frequencies up."""
     tensors = dict(tensors_of(random_model(folder / "a.gguf", "llama")))

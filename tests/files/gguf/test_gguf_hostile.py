@@ -82,17 +82,11 @@ def test_a_tensor_type_without_a_format(tmp_path: Path, tiny_llama: Path) -> Non
         load_gguf(path)
 
 
-# What llama.cpp's converter calls the classes that it shares with transformers and we do not load.
-@pytest.mark.parametrize(
-    "name",
-    ["afmoe", "bert", "eurobert", "exaone-moe", "gptneox", "granite_swa", "hunyuan-moe", "jamba"]
-    + ["lfm2moe", "modern-bert", "nemotron_h", "nemotron_h_moe", "nomic-bert", "rwkv7"],
-)
-def test_an_unsupported_architecture_lists_the_supported(tmp_path: Path, name: str) -> None:
+def test_an_unsupported_architecture_lists_the_supported(tmp_path: Path) -> None:
     embedding = {"token_embd.weight": (np.zeros((320, H), np.float32), "f32")}
-    path = write_gguf(tmp_path / "x.gguf", name, embedding, {})
+    path = write_gguf(tmp_path / "x.gguf", "bert", embedding, {})
     with pytest.raises(
-        ValueError, match=f"no model is known for .* '{name}'; supported: .*llama.*qwen3"
+        ValueError, match="no model is known for .* 'bert'; supported: .*llama.*qwen3"
     ):
         load_gguf(path)
 
@@ -107,7 +101,6 @@ def reshaped(path: Path, architecture: str, to: Path, shapes: dict[str, tuple[in
     return write_gguf(to, architecture, tensors, ARCHITECTURES[architecture])
 
 
-EXPERTS = {f"blk.1.ffn_{kind}_exps.weight": (8, 768, H) for kind in ("gate", "up")}
 WRONG_SHAPES: list[tuple[str, dict[str, tuple[int, ...]], str]] = [
     (
         "llama",
@@ -121,23 +114,6 @@ WRONG_SHAPES: list[tuple[str, dict[str, tuple[int, ...]], str]] = [
     ("qwen2", {"blk.1.attn_q.bias": (H, 1)}, r"'blk.1.attn_q.bias' is \[256, 1\], but"),
     ("gpt2", {"blk.0.ffn_down.weight": (512, H)}, r"\[512, 256\], which makes \[256, 512\], but"),
     ("mamba", {"blk.0.ssm_conv1d.weight": (4, 512)}, r"\[4, 512\], which makes \[4, 1, 512\], but"),
-    (
-        "qwen3moe",
-        EXPERTS,
-        r"'blk.1.ffn_gate_exps.weight' is \[8, 768, 256\], but the model's .*layers.1.mlp.experts "
-        r"makes it \[4, 768, 256\]",
-    ),
-    (
-        "qwen3moe",
-        {"blk.1.ffn_up_exps.weight": (8, 768, H)},
-        r"up_exps.weight' is \[8, 768, 256\], but .* makes it \[4, 768, 256\]",
-    ),
-    (
-        "qwen3moe",
-        {"blk.1.ffn_up_exps.weight": ()},
-        r"has no tensor blk.1.ffn_up_exps.weight, for the model's .*experts of 4 experts",
-    ),
-    ("qwen3moe", {"blk.0.ffn_down_exps.weight": (2, H, 768)}, r"\[2, 256, 768\], but the model's"),
     (
         "qwen3moe",
         {"blk.0.ffn_gate_inp.weight": (8, H)},
@@ -205,23 +181,3 @@ def test_metadata_that_asks_for_memory_without_tensors(tmp_path: Path) -> None:
     path = write_gguf(tmp_path / "x.gguf", "qwen35", tensors, values)
     with pytest.raises(ValueError, match=r"buffer .*inv_freq alone is \[1073741824\], 4294967296"):
         load_gguf(path)
-
-
-@pytest.mark.filterwarnings("ignore")
-def test_random_damage_never_hangs_or_crashes(tmp_path: Path, tiny_llama: Path) -> None:
-    content = tiny_llama.read_bytes()
-    header = content.index(b"output_norm.weight") if b"output_norm" in content else 4000
-    random = np.random.default_rng(0)
-    refused = 0
-    for _ in range(60):
-        damaged = bytearray(content)
-        for place in random.integers(4, header, size=random.integers(1, 4)):
-            damaged[place] = random.integers(256)
-        path = tmp_path / "damaged.gguf"
-        path.write_bytes(damaged)
-        try:
-            load_gguf(path)
-        except ValueError as error:
-            refused += 1
-            assert str(path) in str(error), error
-    assert refused > 10

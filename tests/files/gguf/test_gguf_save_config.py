@@ -5,13 +5,13 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import transformers
+from converted_models import logits, random_model, write_record
 from gguf import GGUFReader, GGUFValueType
-from gguf_files import load_quietly, random_model
-from gguf_models import convert, fields_of, random_hf
-from test_gguf import check_equals_reference
+from gguf_files import fields_of, load_quietly
 
 from torch_metalmm import save_gguf
 
@@ -59,7 +59,7 @@ def types_of(path: Path) -> dict[str, GGUFValueType]:
 
 def test_whole_numbers_of_float_keys_are_floats(tmp_path: Path) -> None:
     path = tmp_path / "x.gguf"
-    model = random_hf("granite")
+    model = random_model("granite")
     for name in ("embedding", "residual", "attention"):
         setattr(model.config, f"{name}_multiplier", 2)
     model.config.logits_scaling = 8
@@ -70,7 +70,7 @@ def test_whole_numbers_of_float_keys_are_floats(tmp_path: Path) -> None:
         "residual_scale": 2,
         "attention.scale": 2,
         "logit_scale": 8,
-        "rope.freq_base": 10000,
+        "rope.freq_base": 700,
         "attention.layer_norm_rms_epsilon": pytest.approx(model.config.rms_norm_eps),
     }.items():
         assert types[f"granite.{key}"] == GGUFValueType.FLOAT32, key
@@ -80,7 +80,7 @@ def test_whole_numbers_of_float_keys_are_floats(tmp_path: Path) -> None:
 
 def test_whole_numbers_of_yarn_are_floats(tmp_path: Path) -> None:
     path = tmp_path / "x.gguf"
-    model = random_hf("mistral3")
+    model = random_model("ministral3")
     model.config.rope_parameters |= {"factor": 4, "beta_fast": 32, "beta_slow": 1}
     save_gguf(model, None, path)
     for key in ("factor", "yarn_beta_fast", "yarn_beta_slow"):
@@ -117,21 +117,6 @@ def test_what_ordinary_checkpoints_also_have(tmp_path: Path) -> None:
         assert fields_of(path)["general.architecture"] == kind.lower()
 
 
-def test_a_mistral_model_is_a_llama_model(tmp_path: Path) -> None:
-    """Its q and k are stored as Llama's, so that what reads the file as Llama computes the same."""
-    config = transformers.MistralConfig(**SIZES | {"sliding_window": None})
-    model = transformers.MistralForCausalLM(config).eval()
-    _, tokenizer, _ = load_quietly(random_model(tmp_path / "a.gguf", "llama"))
-    model.resize_token_embeddings(320)
-    save_gguf(model, tokenizer, tmp_path / "x.gguf")
-    again, _, _ = load_quietly(tmp_path / "x.gguf")
-    assert again.config.model_type == "llama"
-    state = again.state_dict()
-    assert state.keys() == model.state_dict().keys()
-    for name, value in model.state_dict().items():  # a packed layer has the bytes
-        assert state[name].numpy().tobytes() == value.numpy().tobytes(), name
-
-
 def test_attributes_that_models_read_are_compared(tmp_path: Path) -> None:
     window = {"use_sliding_window": True, "sliding_window": 8, "max_window_layers": 0}
     refuses(small("Qwen2", **window), tmp_path, "its config has layer_types = ")
@@ -141,7 +126,7 @@ def test_attributes_that_models_read_are_compared(tmp_path: Path) -> None:
 def test_layers_that_predict_further_tokens_are_no_part_of_a_model(tmp_path: Path) -> None:
     """Checkpoints of DeepSeek V3 state 1 or 0 of them; transformers' models have none."""
     for count in (0, 1):
-        model = random_hf("deepseek2+", num_nextn_predict_layers=count)
+        model = random_model("deepseek-v3", num_nextn_predict_layers=count)
         save_gguf(model, None, tmp_path / "x.gguf", replace=True)
         assert fields_of(tmp_path / "x.gguf")["deepseek2.block_count"] == len(model.model.layers)
 
@@ -150,18 +135,18 @@ def test_layers_that_predict_further_tokens_are_no_part_of_a_model(tmp_path: Pat
 def test_experts_that_are_one_group(tmp_path: Path, groups: int | None) -> None:
     """None is the default of DeepSeek V2's config; how groups are chosen changes nothing then."""
     values = {"n_group": groups, "topk_group": groups, "topk_method": "greedy"}
-    model = random_hf("deepseek2", **values)
-    _, tokenizer, _ = load_quietly(random_model(tmp_path / "a.gguf", "llama"))
+    model = random_model("deepseek-v2", **values)
+    _, tokenizer, _ = load_quietly(write_record(tmp_path / "a.gguf", "deepseek-v2"))
     save_gguf(model, tokenizer, tmp_path / "x.gguf")
     again, _, _ = load_quietly(tmp_path / "x.gguf")
-    check_equals_reference(again, model, torch.tensor([[5, 6, 7, 8, 9]]))
+    assert torch.allclose(logits(again), logits(model), rtol=0, atol=1e-5)
 
 
 # Models that no file describes
 
 
 def test_groups_of_experts_that_a_model_ignores(tmp_path: Path) -> None:
-    model = random_hf("deepseek2", topk_method="greedy")
+    model = random_model("deepseek-v2", topk_method="greedy")
     refuses(model, tmp_path, "its config has topk_method = 'greedy'.* 'group_limited_greedy'")
 
 
@@ -184,19 +169,26 @@ def test_attention_in_both_directions(tmp_path: Path) -> None:
     save_gguf(model, None, tmp_path / "x.gguf")
 
 
-def test_divisors_only_where_llama_cpp_reads_them(tmp_path: Path) -> None:
-    refuses(
-        small("Olmo2", rope_parameters=dict(LLAMA3)),
-        tmp_path,
-        "GGUF files of olmo2 models have no tensor for rope_type = 'llama3'",
-    )
-    save_gguf(small("Llama", rope_parameters=dict(LLAMA3)), None, tmp_path / "x.gguf")
+@pytest.mark.parametrize("high", [4.0, 1.0])  # of Llama 3 and of Llama 4
+def test_scaling_that_is_divisors(tmp_path: Path, high: float) -> None:
+    """Where llama.cpp reads them, and the formula is Llama 3's."""
+    rope, path = LLAMA3 | {"high_freq_factor": high}, tmp_path / "x.gguf"
+    message = "GGUF files of olmo2 models have no tensor for rope_type = 'llama3'"
+    refuses(small("Olmo2", rope_parameters=dict(rope)), tmp_path, message)
+    other = small("Llama", rope_parameters=rope | {"low_freq_factor": 0.5})
+    refuses(other, tmp_path, "its config has rope_parameters = .*finds")
+    model = small("Llama", rope_parameters=dict(rope))
+    save_gguf(model, None, path)
+    (divisors,) = (t.data for t in GGUFReader(path).tensors if t.name == "rope_freqs.weight")
+    plain = 5e5 ** (-torch.arange(16, dtype=torch.float64) / 16)
+    made = plain / torch.from_numpy(np.array(divisors))
+    assert torch.allclose(made.float(), model.model.rotary_emb.inv_freq, rtol=1e-6, atol=0)
 
 
 @pytest.mark.parametrize("log", [0.5, 1.0])
 def test_the_scale_of_yarn(tmp_path: Path, log: float) -> None:
     """llama.cpp takes mscale as 1, whatever yarn_log_multiplier is."""
-    model = random_hf("mistral3")
+    model = random_model("ministral3")
     model.config.rope_parameters["mscale_all_dim"] = log
     for mscale in (1.0, 0.75):
         model.config.rope_parameters["mscale"] = mscale
@@ -207,13 +199,16 @@ def test_the_scale_of_yarn(tmp_path: Path, log: float) -> None:
         fields = fields_of(tmp_path / "x.gguf")
         assert fields["mistral3.rope.scaling.yarn_log_multiplier"] == log
         (tmp_path / "x.gguf").unlink()
-    convert(random_hf("mistral3"), "mistral3", tmp_path / "a.gguf")
+    write_record(tmp_path / "a.gguf", "ministral3")
     read = load_quietly(tmp_path / "a.gguf")[0].config.rope_parameters
     assert read["mscale"] == 1.0
 
 
 @pytest.mark.parametrize("scale", [None, 0.0])
 def test_a_latent_whose_yarn_says_no_scale(tmp_path: Path, scale: float | None) -> None:
-    model = random_hf("deepseek2")
-    model.config.rope_parameters["mscale_all_dim"] = scale
+    yarn = {"rope_type": "yarn", "factor": 4.0, "rope_theta": 1e4} | {
+        "original_max_position_embeddings": 32,
+        "mscale_all_dim": scale,
+    }
+    model = random_model("deepseek-v2", rope_parameters=yarn)
     refuses(model, tmp_path, f"'yarn' and mscale_all_dim = {scale}; without a number")

@@ -6,8 +6,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from gguf_files import ARCHITECTURES, load_quietly, random_model
-from gguf_models import fields_of
+import transformers
+from gguf_files import ARCHITECTURES, fields_of, load_quietly, random_model
 from tokenizers import Regex, normalizers, pre_tokenizers, processors
 
 from torch_metalmm import save_gguf
@@ -108,6 +108,81 @@ def test_other_tokens_around_a_text(tmp_path: Path, tiny: tuple[Any, Any]) -> No
 
 
 # Normalizers and splittings
+
+
+def test_the_splitting_has_the_name_of_the_file(tmp_path: Path) -> None:
+    """Also after transformers saved and read the tokenizer: it does not know all of them."""
+    path = random_model(tmp_path / "a.gguf", "llama")
+    path.write_bytes(path.read_bytes().replace(b"qwen2", b"poro-"))
+    model, tokenizer, _ = load_quietly(path)
+    tokenizer.save_pretrained(tmp_path / "t")
+    for given in (tokenizer, transformers.AutoTokenizer.from_pretrained(tmp_path / "t")):
+        assert saved((model, given), tmp_path)["tokenizer.ggml.pre"] == "poro-"
+
+
+LLAMA3 = (
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}"
+    r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
+BYTES = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+GPT2 = pre_tokenizers.ByteLevel(add_prefix_space=False)
+SPLITTINGS = {
+    "gpt-2": [GPT2],
+    "smollm": [pre_tokenizers.Digits(individual_digits=True), GPT2],
+    "llama3": [pre_tokenizers.Split(Regex(LLAMA3), "isolated"), BYTES],
+    "qwen2": [pre_tokenizers.Split(Regex(LLAMA3.replace("{1,3}", "")), "isolated"), BYTES],
+    "": [pre_tokenizers.Digits(individual_digits=False), GPT2],
+    "-": [pre_tokenizers.Split(Regex(LLAMA3), "removed"), BYTES],
+}
+
+
+@pytest.mark.parametrize("name", SPLITTINGS)
+def test_the_splitting_of_other_tokenizers_is_found(
+    tmp_path: Path, tiny: tuple[Any, Any], name: str
+) -> None:
+    tokenizer = tiny[1]
+    tokenizer.backend_tokenizer.pre_tokenizer = pre_tokenizers.Sequence(SPLITTINGS[name])
+    tokenizer.backend_tokenizer.model.ignore_merges = name == "llama3"
+    if len(name) > 1:
+        assert saved(tiny, tmp_path)["tokenizer.ggml.pre"] == name
+    else:
+        with pytest.raises(ValueError, match=r"no name of llama.cpp is known.*'gguf_pre'"):
+            save_gguf(*tiny, tmp_path / "b.gguf")
+
+
+def test_added_tokens_ends_and_the_template(tmp_path: Path, tiny: tuple[Any, Any]) -> None:
+    model, tokenizer = tiny
+    tokenizer.add_tokens(["<think>"])  # beyond the rows of the model
+    tokenizer.add_tokens(["he"])  # one of the vocabulary
+    tokenizer.chat_template = "{{ messages }}"
+    model.generation_config.eos_token_id = [tokenizer.eos_token_id, 7, 9]
+    fields = saved(tiny, tmp_path)
+    types = dict(
+        zip(fields["tokenizer.ggml.tokens"], fields["tokenizer.ggml.token_type"], strict=True)
+    )
+    assert types["he"] == 4 and types["<|end|>"] == 3 and types["th"] == 1
+    assert "<think>" not in types
+    assert fields["tokenizer.chat_template"] == "{{ messages }}"
+    assert fields["tokenizer.ggml.eot_token_id"] == 7 and fields["tokenizer.ggml.eom_token_id"] == 9
+    assert not fields["tokenizer.ggml.add_bos_token"]
+    again, tokens, _ = load_quietly(tmp_path / "saved.gguf")
+    assert again.generation_config.eos_token_id == [tokenizer.eos_token_id, 7, 9]
+    assert again.generation_config.bos_token_id == tokens.bos_token_id
+    assert tokens.tokenize("the he") == tokenizer.tokenize("the he")
+
+
+def test_scores_say_the_order_of_merges(tmp_path: Path, spaces: tuple[Any, Any]) -> None:
+    """llama.cpp merges the neighbours of the highest score first."""
+    fields = saved(spaces, tmp_path)
+    scores = dict(
+        zip(fields["tokenizer.ggml.tokens"], fields["tokenizer.ggml.scores"], strict=True)
+    )
+    assert fields["tokenizer.ggml.model"] == "llama"
+    merged = ["".join(pair.split(" ")) for pair in fields["tokenizer.ggml.merges"]]
+    assert {"he", "\u2581t", "\u2581the"} <= set(merged)
+    first = dict.fromkeys(merged)
+    assert sorted(first, key=lambda token: -scores[token]) == list(first)
+    assert all(scores[token] < min(scores[m] for m in merged) for token in scores.keys() - first)
 
 
 def test_a_space_before_the_text(tmp_path: Path, tiny: tuple[Any, Any]) -> None:

@@ -11,7 +11,7 @@ import gguf
 import numpy as np
 import pytest
 import torch
-from gguf_files import random_model
+from gguf_files import finish, random_model
 from quantized_files import layouts, write
 
 from torch_metalmm import QuantLinear, load_gguf, load_quantized
@@ -174,10 +174,7 @@ def test_hostile_facts(tmp_path: Path, key: str, add: str | None, value: Any, me
         getattr(writer, add)(f"imatrix.{key}", value)
     writer.add_tensor(f"{Q}.in_sum2", np.ones((1, 64), np.float32))
     writer.add_tensor(f"{Q}.counts", np.ones((1, 1), np.float32))
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
+    finish(writer, tmp_path / "x.gguf")
     with pytest.raises(ValueError, match=message) as caught:
         read_imatrix(tmp_path / "x.gguf")
     assert str(tmp_path / "x.gguf") in str(caught.value)

@@ -8,8 +8,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from gguf_files import tensors_of, write_gguf
-from gguf_models import fields_of
+from gguf_files import fields_of, tensors_of, write_gguf
 from layer_models import SIZES
 from safetensors.torch import load_file, save_file
 from torch import Tensor
@@ -117,19 +116,22 @@ def step(head: Any, tokens: Tensor, hidden: Tensor, cache: Any, positions: Tenso
 def with_nextn(path: Path, architecture: str) -> Path:
     """The file with its last layer once more as one that predicts, behind a projection and norms
     of its own."""
-    fields, tensors = fields_of(path), dict(tensors_of(path))
-    count, size = fields[f"{architecture}.block_count"], fields[f"{architecture}.embedding_length"]
+    values, tensors = fields_of(path, f"{architecture}."), dict(tensors_of(path))
+    words = {key: v for key, v in fields_of(path).items() if key.startswith("tokenizer.")}
+    count, size = values["block_count"], values["embedding_length"]
     last = {n: t for n, t in tensors.items() if n.startswith(f"blk.{count - 1}.")}
     tensors |= {n.replace(f"blk.{count - 1}.", f"blk.{count}."): t for n, t in last.items()}
     norm = tensors["output_norm.weight"][0]
-    joined = torch.ops.metalmm.quantize(torch.randn(size, 2 * size), "q8_0").numpy()
+    joined = torch.randn(size, 2 * size)
+    format = "f32" if 2 * size % 32 else "q8_0"
+    stored = joined if format == "f32" else torch.ops.metalmm.quantize(joined, format)
     tensors |= {
-        f"blk.{count}.nextn.eh_proj.weight": (joined, "q8_0"),
+        f"blk.{count}.nextn.eh_proj.weight": (stored.numpy(), format),
         f"blk.{count}.nextn.enorm.weight": (np.ascontiguousarray(norm[::-1]), "f32"),
         f"blk.{count}.nextn.hnorm.weight": (np.roll(norm, 1), "f32"),
         f"blk.{count}.nextn.shared_head_norm.weight": (np.roll(norm, 2), "f32"),
     }
-    prefix = f"{architecture}."
-    values = {k.removeprefix(prefix): v for k, v in fields.items() if k.startswith(prefix)}
     values |= {"block_count": count + 1, "nextn_predict_layers": 1}
-    return write_gguf(path.with_name("with.gguf"), architecture, tensors, values)
+    return write_gguf(
+        path.with_name("with.gguf"), architecture, tensors, values, words, tokenizer=False
+    )

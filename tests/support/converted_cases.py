@@ -316,6 +316,11 @@ CASES |= {
                   "audio_config": _EYE, "tie_word_embeddings": values["tie_word_embeddings"]})
     for case, (name, kind, values) in _BESIDE.items()
 }
+# Which has a network for images, too, of millions of weights.
+CASES["janus"][1]["vision_config"] = _EYE | {"projection_dim": 16}
+CASES["janus"][1]["vq_config"] = {"projection_dim": 16, "image_token_embed_dim": 16,
+                                  "num_embeddings": 16, "base_channels": 32, "num_res_blocks": 1,
+                                  "channel_multiplier": [1, 1], "latent_channels": 32}
 # What becomes of files of classes: of those with a case, of an architecture without a row, else.
 WITHIN, REFUSED = "logits within 1e-5 of transformers'", "refused by the name of their architecture"
 _UNCONVERTED = "listed by the converter, which makes no file of them"

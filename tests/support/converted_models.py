@@ -1,6 +1,6 @@
 """Random small models of the classes that transformers and llama.cpp's converter share.
 
-    python tests/files/gguf/converted_models.py CONVERTER [CASE ...]
+    python tests/support/converted_models.py CONVERTER [CASE ...]
 
 records what the converter makes of them, and of every class that both know its architecture;
 prints what docs/guide/gguf.md says of the classes. CONVERTER is a folder with
@@ -19,6 +19,7 @@ import random
 import sys
 import tempfile
 import textwrap
+from collections.abc import Callable
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -28,8 +29,10 @@ import numpy as np
 import torch
 import transformers
 from converted_cases import CASES, OTHERS, REFUSED, UNSAID, VOCABULARY, WITHIN, H
+from gguf_files import write_gguf
 from torch import Tensor, nn
 
+Tensors = dict[str, tuple[np.ndarray, str]]
 RECORDS = Path(__file__).with_name("converted.json.xz")
 
 
@@ -39,9 +42,13 @@ def bits(seed: str, count: int) -> np.ndarray:
     return np.unpackbits(data, count=count)
 
 
-def random_model(case: str) -> Any:
-    """The case's model in f32; matrices of +-1/16, vectors of +-1/8, norms of 1 +- 1/8."""
+def random_model(case: str, **others: Any) -> Any:
+    """The case's model in f32; matrices of +-1/16, vectors of +-1/8, norms of 1 +- 1/8.
+
+    others: values of its config.
+    """
     name, values = CASES[case]
+    values = values | others
     made = class_of(case)
     parts = ("Config",) if "text_config" in values else ("TextConfig", "Config")
     kinds = [getattr(transformers, name + part, None) for part in parts]
@@ -83,6 +90,7 @@ def logits(model: Any) -> Tensor:
     return found
 
 
+@cache
 def read_record(case: str) -> tuple[str, dict[str, Any], dict[str, np.ndarray]]:
     """(architecture, metadata by full keys, tensors by name) of the recorded file."""
     record = records()[case]
@@ -98,6 +106,29 @@ def read_record(case: str) -> tuple[str, dict[str, Any], dict[str, np.ndarray]]:
             values = np.frombuffer(decompress(base64.b85decode(source)), np.float32)
         tensors[name] = values.reshape(shape)
     return record["architecture"], record["metadata"], tensors
+
+
+def write_record(
+    path: Path, case: str, change: Callable[[Tensors], object] = len, **others: Any
+) -> Path:
+    """The recorded file, with a tokenizer.
+
+    change(tensors) may change what write_gguf takes as tensors. others: values by their keys
+    without the architecture's prefix; None leaves the key out.
+    """
+    architecture, values, found = read_record(case)
+    tensors = {name: (value, "f32") for name, value in found.items()}
+    change(tensors)
+    prefix = f"{architecture}."
+    stated = {key.removeprefix(prefix): v for key, v in values.items() if key.startswith(prefix)}
+    stated = {key: value for key, value in (stated | others).items() if value is not None}
+    words = {key: v for key, v in values.items() if not key.startswith(prefix)} | {
+        "tokenizer.ggml.model": "gpt2",
+        "tokenizer.ggml.tokens": [*(chr(33 + i) for i in range(VOCABULARY - 1)), "!#"],
+        "tokenizer.ggml.merges": ["! #"],
+        "tokenizer.ggml.eos_token_id": 1,
+    }
+    return write_gguf(path, architecture, tensors, stated, words, tokenizer=False)
 
 
 @cache
