@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import http.client
-import json
 import socket
 import time
 from contextlib import ExitStack
@@ -124,11 +123,6 @@ def test_a_model_without_a_chat_template(tiny: Served) -> None:
     assert status == 400 and "no chat template" in told["error"]["message"]
 
 
-def test_many_stop_strings(tiny: Served) -> None:
-    told = ask(tiny, stop=[""] * 100)[1]["error"]
-    assert told["message"] == "stop: 100 texts; at most 16"
-
-
 def test_routes(tiny: Served) -> None:
     """Those that are not there, and a method that is not."""
     assert tiny.ask("/v1/nothing")[0] == 404
@@ -170,17 +164,8 @@ def test_too_many_requests_at_a_time(tiny: Served) -> None:
         one.sendall(head.encode())
         headers, told = asked_until(tiny, 503)
         assert told["error"]["code"] == "requests" and headers["retry-after"] == "1"
+        assert isinstance(tiny.ask("/api/chat", {})[2]["error"], str)  # in Ollama's shape
     asked_until(tiny, 200)
-
-
-def test_what_is_no_http(tiny: Served) -> None:
-    host, port = tiny.url.removeprefix("http://").split(":")
-    with socket.create_connection((host, int(port))) as one:
-        one.sendall(b"GET / HTTP/one\r\n\r\n")
-        answer = http.client.HTTPResponse(one)
-        answer.begin()
-        told = json.loads(answer.read())
-    assert answer.status == 400 and told["error"]["type"] == "invalid_request_error"
 
 
 ODD = (

@@ -24,7 +24,7 @@ NO_CHUNK = b"zzz\r\n"
 
 async def early(scope: Any, receive: Any, send: Any) -> None:
     """Refuses without reading the body."""
-    await refused(ApiError(415, "early"))(scope, receive, send)
+    await refused("/", ApiError(415, "early"))(scope, receive, send)
 
 
 async def reading(scope: Any, receive: Any, send: Any) -> None:
@@ -32,9 +32,9 @@ async def reading(scope: Any, receive: Any, send: Any) -> None:
     try:
         await Request(scope, receive).body()
     except ClientDisconnect:
-        await refused(ApiError(500, "gone"))(scope, receive, send)
+        await refused("/", ApiError(500, "gone"))(scope, receive, send)
         return
-    await refused(ApiError(415, "read"))(scope, receive, send)
+    await refused("/", ApiError(415, "read"))(scope, receive, send)
 
 
 async def told(app: Any, *sent: bytes) -> tuple[bytes, list[dict[str, Any]]]:

@@ -68,6 +68,19 @@ def add_model(group: argparse._ArgumentGroup) -> None:
     add_common(group)
 
 
+def add_source(parser: argparse.ArgumentParser) -> None:
+    """The model without --model, for commands that take no other positional argument."""
+    parser.add_argument("source", nargs="?", metavar="MODEL", help="as --model")
+
+
+def take_source(args: argparse.Namespace) -> None:
+    """ValueError: the model is given twice."""
+    if args.source is not None:
+        if args.model is not None:
+            raise ValueError(f"--model {args.model}: the model is {args.source} already")
+        args.model = args.source
+
+
 def _add_prompt(group: argparse._ArgumentGroup) -> None:
     group.add_argument("--system", metavar="TEXT", help="what the model is told about its task")
     group.add_argument(

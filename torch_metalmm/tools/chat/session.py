@@ -205,6 +205,7 @@ class Session:
             return torch.full((len(input_ids),), over, device=input_ids.device)
 
         prompt = torch.tensor([ids], device=self.model.device)
+        pads = (self.tokenizer.pad_token_id, *self._end_tokens, 0)
         options = self.options.generation()
         if self.sequence.keeps:
             # Whatever the model's generation config says: without use_cache each step would append
@@ -227,7 +228,7 @@ class Session:
                 attention_mask=torch.ones_like(prompt),
                 max_new_tokens=room,
                 stopping_criteria=StoppingCriteriaList([is_over]),
-                pad_token_id=_first(self.tokenizer.pad_token_id, *self._end_tokens, 0),
+                pad_token_id=next(i for i in pads if i is not None),
                 **options,
             )
         self.sequence.advanced(ids + stream.ids)
@@ -310,7 +311,3 @@ def _only_new_tokens(_: Any, args: Any, kwargs: dict[str, Any]) -> tuple[Any, di
 def end_tokens(model: Any) -> tuple[int, ...]:
     found = model.generation_config.eos_token_id
     return () if found is None else tuple(found) if isinstance(found, list) else (found,)
-
-
-def _first(*values: int | None) -> int | None:
-    return next(value for value in values if value is not None)

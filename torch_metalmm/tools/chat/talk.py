@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from ..arguments import start
 from . import reader
-from .flags import add_flags, check, given_text, tools_of
+from .flags import add_flags, add_source, check, given_text, take_source, tools_of
 
 if TYPE_CHECKING:
     from .conversation import Conversation
@@ -26,7 +26,7 @@ def add_chat(parser: argparse.ArgumentParser) -> None:
         "Chat with a model. On a terminal /help lists the commands; from a pipe each line is a "
         "message or a command."
     )
-    parser.add_argument("source", nargs="?", metavar="MODEL", help="as --model")
+    add_source(parser)
     add_flags(parser)
     parser.set_defaults(run=run)
 
@@ -35,10 +35,7 @@ def run(args: argparse.Namespace) -> None:
     """Do what the arguments say. ValueError, OSError, ImportError: it cannot be done."""
     begun = time.perf_counter()
     check(args)
-    if args.source is not None:
-        if args.model is not None:
-            raise ValueError(f"--model {args.model}: the model is {args.source} already")
-        args.model = args.source
+    take_source(args)
     first, tools = given_text(args, None), tools_of(args)
     start(args, "prompt_toolkit", "psutil", "rich")
     from .conversation import Conversation, keeps_on

@@ -14,7 +14,7 @@ from starlette.responses import JSONResponse, Response, StreamingResponse
 
 from .calling import Wanted
 from .engine import Engine, Finish, Job
-from .errors import ApiError
+from .errors import ApiError, unsupported, wrong
 from .feed import Feed
 from .metrics import Metrics
 from .prompts import Prompt, Prompts
@@ -47,11 +47,9 @@ class Answering:
         per_prompt = given.n or 1
         if (most := self.engine.queue) < per_prompt * count:
             name = "prompt" if count > 1 else "n"
-            message = f"{name}: {per_prompt * count} answers; at most {most} of one request"
-            raise ApiError(400, message, name)
+            raise wrong(name, f"{per_prompt * count} answers; at most {most} of one request")
         if given.scored() is not None and not self.has_scores:
-            message = "logprobs: not of a model whose answers are computed one at a time"
-            raise ApiError(400, message, "logprobs", "unsupported")
+            raise unsupported("logprobs", "not of a model whose answers are computed one at a time")
         begun = time.monotonic()
         feed = Feed(self.engine, self.seconds, per_prompt * count)
 

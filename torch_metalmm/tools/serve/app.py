@@ -9,7 +9,7 @@ from collections.abc import Awaitable, Callable
 from contextlib import closing
 from dataclasses import dataclass, field
 from datetime import datetime, timezone
-from typing import Any
+from typing import Any, TypeVar
 
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
@@ -20,12 +20,11 @@ from starlette.responses import JSONResponse, PlainTextResponse, Response
 from starlette.routing import Route
 
 from ... import __version__
-from . import messages, ollama
 from .access import Access, body_of
 from .answering import Answering, unless_gone
 from .embedding import Embedder
 from .engine import Engine, Task
-from .errors import ApiError
+from .errors import ApiError, wrong
 from .feed import Feed
 from .messages import MessageReply, Messages
 from .metrics import Metrics
@@ -35,9 +34,10 @@ from .replies import ChatReply, Choices, CompletionReply, Reply
 from .responses import ResponseReply, Responses
 from .schema import Chat, Completion, Embedding, Generation, parse, warn_once
 from .tokens import give_memory_back
-from .wire import Bounded
+from .wire import Bounded, refused
 
 Handler = Callable[[Request], Awaitable[Response]]
+_Asked = TypeVar("_Asked")
 
 
 @dataclass(frozen=True)
@@ -128,8 +128,7 @@ class Server:
         return PlainTextResponse(self.metrics.text(self.engine), media_type=kind)
 
     async def chat(self, request: Request) -> Response:
-        given = parse(Chat, await self._body(request))
-        self._check_count(messages=given.messages, tools=given.tools)
+        given = await self._asked(request, Chat)
 
         def reply(_: Prompt, choices: list[ChatReply]) -> Reply:
             return Choices(self.name, [*choices], len(choices), given.tells_usage())
@@ -137,9 +136,7 @@ class Server:
         return await self._chat(request, given, reply)
 
     async def messages(self, request: Request) -> Response:
-        asked = parse(Messages, await self._body(request))
-        self._check_count(messages=asked.messages, tools=asked.tools)
-        given = asked.chat()
+        given = (await self._asked(request, Messages)).chat()
 
         def reply(prompt: Prompt, choices: list[ChatReply]) -> Reply:
             return MessageReply(self.name, prompt, choices[0], given.stops())
@@ -147,17 +144,14 @@ class Server:
         return await self._chat(request, given, reply)
 
     async def count(self, request: Request) -> Response:
-        asked = parse(Messages, await self._body(request))
-        self._check_count(messages=asked.messages, tools=asked.tools)
-        given = asked.chat()
+        given = (await self._asked(request, Messages)).chat()
         prompts = self._checked(given)
         with closing(Feed(self.engine, self.limits.seconds)) as feed:
             made = feed.within(asyncio.to_thread(prompts.of_chat, given))
             return JSONResponse({"input_tokens": len((await unless_gone(request, made)).ids)})
 
     async def respond(self, request: Request) -> Response:
-        asked = parse(Responses, await self._body(request))
-        self._check_count(input=asked.input, tools=asked.tools)
+        asked = await self._asked(request, Responses)
 
         def reply(_: Prompt, choices: list[ChatReply]) -> Reply:
             return ResponseReply(self.name, asked, choices[0])
@@ -165,8 +159,7 @@ class Server:
         return await self._chat(request, asked.chat(), reply)
 
     async def ollama(self, request: Request) -> Response:
-        asked = parse(OllamaChat, await self._body(request))
-        self._check_count(messages=asked.messages, tools=asked.tools)
+        asked = await self._asked(request, OllamaChat)
 
         def reply(_: Prompt, choices: list[ChatReply]) -> Reply:
             return OllamaReply(self.name, choices[0])
@@ -191,7 +184,7 @@ class Server:
         )
 
     async def complete(self, request: Request) -> Response:
-        given = parse(Completion, await self._body(request))
+        given = await self._asked(request, Completion)
         prompts, n = self._checked(given), given.n or 1
 
         def reply_to(made: list[Prompt]) -> Choices:
@@ -204,10 +197,10 @@ class Server:
         )
 
     async def embed(self, request: Request) -> Response:
-        given = parse(Embedding, await self._body(request))
+        given = parse(Embedding, await body_of(request, self.limits.body))
         self._note_model(given)
         inputs = given.inputs()
-        self._check_count(input=inputs)
+        self._check_count("input", inputs)
         size = self.embedder.size_of(given.dimensions)
 
         async def work() -> Response:
@@ -243,7 +236,7 @@ class Server:
                 return response
             except ApiError as error:
                 status = error.status
-                return _refused(path, error)
+                return refused(path, error)
             except ClientDisconnect:
                 return Response(status_code=status)
             finally:
@@ -269,23 +262,22 @@ class Server:
         seconds = self.limits.seconds
         return Answering(self.engine, prompts, seconds, self.has_scores, self.metrics)
 
-    def _check_count(self, **fields: Any) -> None:
-        """ApiError 400: a list is longer than it may be."""
-        for name, items in fields.items():
-            if isinstance(items, list) and len(items) > self.limits.messages:
-                message = f"{name}: {len(items)}; at most {self.limits.messages}"
-                raise ApiError(400, message, name)
+    async def _asked(self, request: Request, kind: type[_Asked]) -> _Asked:
+        """What the body asks for. ApiError: it is malformed, or a list is longer than it may be."""
+        asked = parse(kind, await body_of(request, self.limits.body))
+        for name in ("messages", "input", "tools"):
+            self._check_count(name, getattr(asked, name, None))
+        return asked
 
-    async def _body(self, request: Request) -> bytes:
-        return await body_of(request, self.limits.body)
+    def _check_count(self, name: str, items: Any) -> None:
+        if isinstance(items, list) and len(items) > self.limits.messages:
+            raise wrong(name, f"{len(items)}; at most {self.limits.messages}")
 
     def _model(self) -> dict[str, Any]:
         return {"id": self.name, "object": "model", "created": _STARTED, "owned_by": "metalmm"}
 
 
 _STARTED = int(time.time())
-# By the beginning of a path: the body of an error; else OpenAI's.
-_REFUSALS = {"/v1/messages": messages.refusal, "/api/": ollama.refusal}
 
 
 def _encoded(vector: Any, as_text: bool) -> Any:
@@ -295,19 +287,14 @@ def _encoded(vector: Any, as_text: bool) -> Any:
     return base64.b64encode(vector.numpy().astype("<f4").tobytes()).decode()
 
 
-def _refused(path: str, error: ApiError) -> JSONResponse:
-    shape = next((s for begins, s in _REFUSALS.items() if path.startswith(begins)), ApiError.body)
-    return JSONResponse(shape(error), error.status, error.headers)
-
-
 async def _told(request: Request, error: Exception) -> Response:
     """Of Starlette: no such path, a method that is not there."""
     assert isinstance(error, HTTPException)
-    response = _refused(request.url.path, ApiError(error.status_code, error.detail))
+    response = refused(request.url.path, ApiError(error.status_code, error.detail))
     response.headers.update(error.headers or {})
     return response
 
 
 async def _failed(request: Request, error: Exception) -> Response:
     told = ApiError(500, f"the server failed: {type(error).__name__}")
-    return _refused(request.url.path, told)
+    return refused(request.url.path, told)

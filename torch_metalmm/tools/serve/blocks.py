@@ -8,7 +8,7 @@ from typing import Any
 
 from ..chat.marks import TEXT, THOUGHT
 from .engine import Finish
-from .errors import ApiError
+from .errors import unsupported, wrong
 from .replies import EVENTS, ChatReply, Object
 from .schema import warn_once
 from .weights import Scored
@@ -75,7 +75,7 @@ class BlockReply:
 def objects(given: Any, field: str) -> list[Object]:
     """ApiError 400: it is no list of objects."""
     if not isinstance(given, list) or not all(isinstance(item, dict) for item in given):
-        raise ApiError(400, f"{field}: must be a list of objects", field)
+        raise wrong(field, "must be a list of objects")
     return given
 
 
@@ -87,8 +87,7 @@ def text_of(content: Any, kinds: tuple[str, ...], field: str) -> str:
     for part in objects(content, field):
         text = part.get("text")
         if part.get("type") not in kinds or not isinstance(text, str):
-            message = f"{field}: parts must be texts of type {', '.join(kinds)}"
-            raise ApiError(400, message, field, "unsupported")
+            raise unsupported(field, f"parts must be texts of type {', '.join(kinds)}")
         texts.append(text)
     return "\n".join(texts)
 

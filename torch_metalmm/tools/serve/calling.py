@@ -7,7 +7,7 @@ import re
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from .errors import ApiError
+from .errors import unsupported, wrong
 
 _NAME = re.compile(r"[A-Za-z0-9_.:-]{1,128}")
 # Between the parts of JSON, as json.dumps writes them: where white space is free, a small model may
@@ -56,26 +56,24 @@ def calls_of(tools: Any, choice: Any, are_many: bool) -> Calls:
     if isinstance(named, dict) and choice.get("type") == "function":
         functions = [one for one in functions if one["name"] == named.get("name")]
     elif choice != "required":
-        message = "tool_choice: must be none, auto, required, or the name of a function"
-        raise ApiError(400, message, "tool_choice", "unsupported")
+        raise unsupported("tool_choice", "must be none, auto, required, or the name of a function")
     if not functions:
-        raise ApiError(400, "tool_choice: no such function is in tools", "tool_choice")
+        raise wrong("tool_choice", "no such function is in tools")
     return Calls(tools, functions, True, False)
 
 
 def _functions(tools: Any) -> list[dict[str, Any]]:
     if not isinstance(tools, list):
-        raise ApiError(400, "tools: must be a list of objects", "tools")
+        raise wrong("tools", "must be a list of objects")
     found = []
     for tool in tools:
         function = tool.get("function") if isinstance(tool, dict) else None
         function = function if isinstance(function, dict) else {}
         name = function.get("name")
         if not isinstance(name, str) or not _NAME.fullmatch(name):
-            message = "tools: must be a list of objects, each with a function that has a name"
-            raise ApiError(400, message, "tools")
+            raise wrong("tools", "must be a list of objects, each with a function that has a name")
         if not isinstance(function.get("parameters") or {}, dict):
-            raise ApiError(400, f"tools: the parameters of {name} must be a schema", "tools")
+            raise wrong("tools", f"the parameters of {name} must be a schema")
         found.append(function)
     return found
 
@@ -100,13 +98,12 @@ def schema_text(schema: dict[str, Any], field: str) -> str:
 
     def checked(digits: str) -> int:
         if abs(number := int(digits)) > 1 << 53:
-            message = f"{field}: {number} in the schema; integers are at most 2^53"
-            raise ApiError(400, message, field)
+            raise wrong(field, f"{number} in the schema; integers are at most 2^53")
         return number
 
     try:
         text = json.dumps(schema)
         json.loads(text, parse_int=checked)
     except RecursionError:
-        raise ApiError(400, f"{field}: a schema of too many levels", field) from None
+        raise wrong(field, "a schema of too many levels") from None
     return text

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ..arguments import positive_int, start
-from ..chat.flags import add_model, check_model
+from ..chat.flags import add_model, add_source, check_model, take_source
 from ..sentences import POOLINGS, pooling_of
 
 if TYPE_CHECKING:
@@ -35,7 +35,7 @@ def add_serve(parser: argparse.ArgumentParser) -> None:
         "Answer /v1/chat/completions, /v1/completions, /v1/embeddings and /v1/models over HTTP, "
         "as OpenAI's API does, for several clients at a time."
     )
-    parser.add_argument("source", nargs="?", metavar="MODEL", help="as --model")
+    add_source(parser)
     add_model(parser.add_argument_group("model"))
     _add_server(parser.add_argument_group("server"))
     _add_limits(parser.add_argument_group("limits"))
@@ -117,10 +117,7 @@ def _add_limits(group: argparse._ArgumentGroup) -> None:
 def run(args: argparse.Namespace) -> None:
     """Serve until a signal comes. ValueError, OSError, ImportError: it cannot be done."""
     check_model(args)
-    if args.source is not None:
-        if args.model is not None:
-            raise ValueError(f"--model {args.model}: the model is {args.source} already")
-        args.model = args.source
+    take_source(args)
     owners = _owners(args)
     if args.lookup is not None and args.lookup > 3:
         raise ValueError(f"--lookup {args.lookup}: at most 3; a step has 4 rows")

@@ -12,7 +12,7 @@ from torch import Tensor
 from ...models.cache_argument import with_cache
 from ..sequence import keeps_rows
 from .engine import Stopped, stoppable
-from .errors import ApiError
+from .errors import too_long, wrong
 from .tokens import Tokens
 
 _FORWARD = 1024  # tokens that texts of one forward have together
@@ -43,8 +43,7 @@ class Embedder:
         """How many numbers of a vector are told, None: all. ApiError 400: it has not so many."""
         size = int(self._base.config.get_text_config().hidden_size)
         if wanted is not None and wanted > size:
-            message = f"dimensions: {wanted}; the model's vectors have {size}"
-            raise ApiError(400, message, "dimensions")
+            raise wrong("dimensions", f"{wanted}; the model's vectors have {size}")
         return wanted
 
     def tokens_of(self, inputs: list[str] | list[list[int]]) -> list[list[int]]:
@@ -53,15 +52,15 @@ class Embedder:
         for given in inputs:
             ids = self._tokens.of(given, "input", self._most) if isinstance(given, str) else given
             if not ids:
-                raise ApiError(400, "input: no tokens", "input")
+                raise wrong("input", "no tokens")
             if len(ids) > self._most:
-                message = f"input: {len(ids)} tokens; at most {self._most} of a text are read"
-                raise ApiError(400, message, "input", "context_length_exceeded")
+                raise too_long(
+                    "input", f"{len(ids)} tokens; at most {self._most} of a text are read"
+                )
             found.append(self._tokens.checked(ids, "input"))
             count += len(ids)
             if count > _REQUEST:
-                message = f"input: more than {_REQUEST} tokens"
-                raise ApiError(400, message, "input", "context_length_exceeded")
+                raise too_long("input", f"more than {_REQUEST} tokens")
         return found
 
     def vectors(
@@ -93,10 +92,10 @@ class Embedder:
         ids, mask = ids.to(self._model.device), mask.to(self._model.device)
         options, size = self._options, most
         if most > _FORWARD and self._reads_on:
-            options, size = (
-                {"use_cache": True, **with_cache(self._base, self._new_cache())},
-                _FORWARD,
-            )
+            from transformers import DynamicCache
+
+            cache = DynamicCache(config=self._base.config)
+            options, size = {"use_cache": True, **with_cache(self._base, cache)}, _FORWARD
         states = []
         for end in range(size, most + size, size):
             try:
@@ -120,11 +119,6 @@ class Embedder:
             places = mask.sum(1) - 1 if self._pooling == "last" else torch.zeros(count)
             pooled = states[torch.arange(count), places.long()]
         return pooled
-
-    def _new_cache(self) -> Any:
-        from transformers import DynamicCache
-
-        return DynamicCache(config=self._base.config)
 
 
 def _reads_on(base: Any) -> bool:

@@ -38,5 +38,18 @@ class ApiError(Exception):
         }
 
 
+def wrong(field: str, what: str, code: str | None = None) -> ApiError:
+    """What is wrong with a field of a request."""
+    return ApiError(400, f"{field}: {what}", field, code)
+
+
+def unsupported(field: str, what: str) -> ApiError:
+    return wrong(field, what, "unsupported")
+
+
+def too_long(field: str, what: str) -> ApiError:
+    return wrong(field, what, "context_length_exceeded")
+
+
 def _unicode(text: str) -> str:
     return text.encode(errors="backslashreplace").decode()

@@ -17,7 +17,7 @@ from torch import Tensor
 from ..chat.marks import CALL, MARKS, THOUGHT, opened_by
 from ..chat.session import end_tokens
 from .calling import SPACING, Wanted
-from .errors import ApiError
+from .errors import unsupported, wrong
 
 
 class Forms:
@@ -45,7 +45,7 @@ class Forms:
             with self._lock:
                 tokens = self._tokens
         except ValueError as error:  # of a tokenizer of another kind
-            raise ApiError(400, f"{wanted.field}: {error}", wanted.field, "unsupported") from None
+            raise unsupported(wanted.field, str(error)) from None
         if wanted.kind == "json":
             grammar = LLMatcher.grammar_from_json_schema(wanted.text, overrides=SPACING)
         elif wanted.kind == "regex":
@@ -55,7 +55,7 @@ class Forms:
         matcher = LLMatcher(tokens, grammar, log_level=0)
         if matcher.is_error():
             said = matcher.get_error().partition("\n")[0][:300]
-            raise ApiError(400, f"{wanted.field}: {said}", wanted.field)
+            raise wrong(wanted.field, said)
         if wanted.kind == "calls":
             marks = [mark.opens for mark in MARKS if mark.kind == CALL]
             return Form(matcher, count, self._tokenizer, marks, tokens.tokenize_bytes)

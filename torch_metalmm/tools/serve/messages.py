@@ -9,7 +9,7 @@ from typing import Any
 
 from ..chat.marks import TEXT, THOUGHT
 from .blocks import BlockReply, functions_of, new_id, objects, text_of
-from .errors import ApiError
+from .errors import ApiError, unsupported, wrong
 from .prompts import Prompt
 from .replies import ChatReply, Object, event
 from .schema import Chat, Request
@@ -51,10 +51,9 @@ class Messages(Request):
         format, effort = config.get("format"), config.get("effort")
         thinks = None if self.thinking is None else self.thinking.get("type") != "disabled"
         if not (effort is None or isinstance(effort, str)):
-            raise ApiError(400, "output_config: effort must be a text", "output_config")
+            raise wrong("output_config", "effort must be a text")
         if config.keys() - {"format", "effort"} or not isinstance(format or {}, dict):
-            message = "output_config: must have an effort, or a format, an object"
-            raise ApiError(400, message, "output_config", "unsupported")
+            raise unsupported("output_config", "must have an effort, or a format, an object")
         return Chat(
             model=self.model,
             messages=self._messages(),

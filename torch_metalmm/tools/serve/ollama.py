@@ -11,7 +11,7 @@ from typing import Any
 
 from .blocks import objects
 from .engine import Finish
-from .errors import ApiError
+from .errors import ApiError, unsupported, wrong
 from .replies import ChatReply, Object
 from .schema import Chat, Request, validated, warn_once
 from .weights import Scored
@@ -72,7 +72,7 @@ class OllamaChat(Request):
         if self.format == "json":
             return {"type": "json_object"}
         if not isinstance(self.format, dict):
-            raise ApiError(400, "format: must be 'json' or a schema, an object", "format")
+            raise wrong("format", "must be 'json' or a schema, an object")
         return {"type": "json_schema", "json_schema": {"schema": self.format}}
 
     def _sampling(self) -> Object:
@@ -81,8 +81,7 @@ class OllamaChat(Request):
             if name in _HINTS:
                 warn_once(f"options: {name}: ignored, as it changes no answer")
             elif name not in _OPTIONS and value is not None:
-                message = f"options: {name} is not known, or not supported"
-                raise ApiError(400, message, "options", "unsupported")
+                raise unsupported("options", f"{name} is not known, or not supported")
             elif value is not None and not _is_default(name, value):
                 found[_OPTIONS[name]] = value
         return found
@@ -119,7 +118,7 @@ def _parts(message: Object) -> Iterator[Object]:
     """The images, which have no places in the text, and the text."""
     images = message["images"]
     if not isinstance(images, list) or not all(isinstance(image, str) for image in images):
-        raise ApiError(400, "images: must be a list of images in base64", "messages")
+        raise wrong("messages", "images must be a list of images in base64")
     for image in images:
         yield {"type": "image_url", "image_url": f"data:image;base64,{image}"}
     if message.get("content"):

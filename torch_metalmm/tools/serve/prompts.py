@@ -13,7 +13,7 @@ from ..chat.session import context_of
 from ..chat.stream import hidden_tokens
 from ..chat.template import Template
 from .calling import Wanted
-from .errors import ApiError
+from .errors import ApiError, too_long, unsupported, wrong
 from .forms import Form, Forms
 from .pictures import content_of, taken_out
 from .schema import Chat, Completion, Generation
@@ -73,8 +73,7 @@ class Prompts:
         if wanted is None:
             return None
         if self._forms is None:
-            message = f"{wanted.field}: a server with --draft keeps no form"
-            raise ApiError(400, message, wanted.field, "unsupported")
+            raise unsupported(wanted.field, "a server with --draft keeps no form")
         return self._forms.of(wanted, prompt, len(ids))
 
     def of_chat(self, request: Chat) -> Prompt:
@@ -126,7 +125,7 @@ class Prompts:
         for before, after, gap in _GAPS:
             if words >= {before, after, gap}:
                 return before + text + after + suffix + gap
-        raise ApiError(400, "suffix: the model fills no gaps in texts", "suffix", "unsupported")
+        raise unsupported("suffix", "the model fills no gaps in texts")
 
     def spelled(self, token: int) -> str:
         """What the token adds to an answer's text; nothing where it is hidden, as its end is."""
@@ -143,15 +142,12 @@ class Prompts:
     def _room(self, ids: list[int], wanted: int | None, name: str) -> int:
         """How many tokens may follow. ApiError 400: none."""
         if not ids:
-            raise ApiError(400, f"{name}: no tokens", name)
+            raise wrong(name, "no tokens")
         limits = [limit for limit in (wanted, self._most) if limit is not None]
         if self._context is not None:
             if len(ids) >= self._context:
-                message = (
-                    f"{name}: {len(ids)} tokens; the context has {self._context}, the answer's "
-                    "included"
-                )
-                raise ApiError(400, message, name, "context_length_exceeded")
+                said = f"{len(ids)} tokens; the context has {self._context}, the answer's included"
+                raise too_long(name, said)
             limits.append(self._context - len(ids))
         return min(limits) if limits else 1 << 30
 
@@ -163,8 +159,7 @@ def _message(given: dict[str, Any]) -> dict[str, Any]:
     """A message as chat templates read it: content is a text, arguments of calls are objects."""
     role = given.get("role")
     if role not in _ROLES:
-        message = f"messages: role {role!r}; must be one of {', '.join(_ROLES)}"
-        raise ApiError(400, message, "messages")
+        raise wrong("messages", f"role {role!r}; must be one of {', '.join(_ROLES)}")
     found = {key: value for key, value in given.items() if value is not None}
     found["role"] = "system" if role == "developer" else role
     found["content"] = content_of(given.get("content"), ("text",), "messages")
@@ -182,6 +177,7 @@ def _calls(calls: Any) -> list[dict[str, Any]]:
                 function["arguments"] = json.loads(function["arguments"])
             found.append(call | {"function": function})
     except (ValueError, TypeError, KeyError, RecursionError):
-        message = "messages: tool_calls must be a list of calls whose arguments are JSON"
-        raise ApiError(400, message, "messages") from None
+        raise wrong(
+            "messages", "tool_calls must be a list of calls whose arguments are JSON"
+        ) from None
     return found

@@ -9,7 +9,7 @@ from typing import Any, Literal
 
 from ..chat.marks import TEXT
 from .blocks import BlockReply, functions_of, new_id, objects, text_of
-from .errors import ApiError
+from .errors import ApiError, unsupported, wrong
 from .pictures import content_of
 from .replies import ChatReply, Object, event
 from .schema import Chat, Request, StreamOptions
@@ -43,12 +43,12 @@ class Responses(Request):
             choice = {"type": "function", "function": {"name": choice.get("name")}}
         text, reasoning = self.text or {}, self.reasoning or {}
         if text.get("verbosity") not in (None, "medium"):
-            raise ApiError(400, "text: a verbosity is not supported", "text", "unsupported")
+            raise unsupported("text", "a verbosity is not supported")
         format, effort = text.get("format"), reasoning.get("effort")
         if not (format is None or isinstance(format, dict)):
-            raise ApiError(400, "text: format must be an object", "text")
+            raise wrong("text", "format must be an object")
         if not (effort is None or isinstance(effort, str)):
-            raise ApiError(400, "reasoning: effort must be a text", "reasoning")
+            raise wrong("reasoning", "effort must be a text")
         is_schema = format is not None and format.get("type") == "json_schema"
         return Chat(
             model=self.model,
@@ -101,8 +101,7 @@ def _add(messages: list[Object], item: Object) -> None:
             call = {"id": item.get("call_id"), "type": "function", "function": function}
             last.setdefault("tool_calls", []).append(call)
     else:
-        message = f"input: items of type {str(kind)[:80]!r} are not supported"
-        raise ApiError(400, message, "input", "unsupported")
+        raise unsupported("input", f"items of type {str(kind)[:80]!r} are not supported")
 
 
 class ResponseReply(BlockReply):

@@ -13,7 +13,7 @@ from typing import Any, ClassVar, Literal, TypeVar, cast
 from ..chat.marks import CALL, MARKS
 from ..chat.session import Options
 from .calling import Calls, Wanted, calls_of, schema_text
-from .errors import ApiError
+from .errors import ApiError, unsupported, wrong
 
 _LOG = logging.getLogger(__name__)
 # Fields that cannot change an answer: hints for a service's accounts, caches and machines, and what
@@ -76,7 +76,7 @@ class Generation(Request):
         _within("max_tokens", self.max_tokens, 1)
         _within("seed", self.seed, -(1 << 63), (1 << 63) - 1)
         if self.temperature is not None and 0 < self.temperature < 1e-3:
-            raise ApiError(400, f"temperature: {self.temperature}; 0, or from 0.001", "temperature")
+            raise wrong("temperature", f"{self.temperature}; 0, or from 0.001")
         # Logits times or by more may become infinite.
         _within("repetition_penalty", self.repetition_penalty, 0.01, 100)
         _within("frequency_penalty", self.frequency_penalty, -2, 2)
@@ -85,9 +85,9 @@ class Generation(Request):
         self.biases()
         stops = self.stops()
         if len(stops) > _MOST_STOPS:
-            raise ApiError(400, f"stop: {len(stops)} texts; at most {_MOST_STOPS}", "stop")
+            raise wrong("stop", f"{len(stops)} texts; at most {_MOST_STOPS}")
         if not _all_are(str, stops) or "" in stops:
-            raise ApiError(400, "stop: must be a text or a list of texts, none empty", "stop")
+            raise wrong("stop", "must be a text or a list of texts, none empty")
 
     def form(self) -> Wanted | None:
         """The form of the answer, None: any. ApiError: two, or none that is known."""
@@ -99,15 +99,14 @@ class Generation(Request):
             named = format.get("json_schema")
             schema = named.get("schema") if isinstance(named, dict) else None
             if not isinstance(schema, dict):
-                message = "response_format: json_schema must be an object with a schema, an object"
-                raise ApiError(400, message, "response_format")
+                raise wrong(
+                    "response_format", "json_schema must be an object with a schema, an object"
+                )
             given.append(Wanted("response_format", "json", schema_text(schema, "response_format")))
         elif format != {"type": "text"}:
-            message = "response_format: type must be text, json_object or json_schema"
-            raise ApiError(400, message, "response_format", "unsupported")
+            raise unsupported("response_format", "type must be text, json_object or json_schema")
         if len(given) > 1:
-            both = f"{given[0].field}: given with {given[1].field}; an answer has one form"
-            raise ApiError(400, both, given[0].field)
+            raise wrong(given[0].field, f"given with {given[1].field}; an answer has one form")
         return given[0] if given else None
 
     def biases(self) -> dict[int, float]:
@@ -118,8 +117,7 @@ class Generation(Request):
         except (AttributeError, ValueError, TypeError, OverflowError):
             found = {-1: 0.0}
         if any(token < 0 or not abs(bias) <= 100 for token, bias in found.items()):
-            message = "logit_bias: must be an object of tokens' numbers, each with -100 to 100"
-            raise ApiError(400, message, "logit_bias")
+            raise wrong("logit_bias", "must be an object of tokens' numbers, each with -100 to 100")
         return found
 
     def stops(self) -> list[str]:
@@ -166,18 +164,16 @@ class Chat(Generation):
         _within("max_completion_tokens", self.max_completion_tokens, 1)
         _within("top_logprobs", self.top_logprobs, 0, _MOST_SCORED)
         if self.top_logprobs and not self.logprobs:
-            raise ApiError(400, "top_logprobs: only with logprobs", "top_logprobs")
+            raise wrong("top_logprobs", "only with logprobs")
         if not _all_are(dict, self.messages) or not self.messages:
-            raise ApiError(400, "messages: must be a list of objects, not empty", "messages")
+            raise wrong("messages", "must be a list of objects, not empty")
         if self.modalities not in (None, ["text"]):
-            raise ApiError(400, "modalities: answers are ['text']", "modalities", "unsupported")
+            raise unsupported("modalities", "answers are ['text']")
         effort = self.reasoning_effort
         if effort is not None and effort not in _EFFORTS:
-            message = f"reasoning_effort: must be one of {', '.join(_EFFORTS)}"
-            raise ApiError(400, message, "reasoning_effort")
+            raise wrong("reasoning_effort", f"must be one of {', '.join(_EFFORTS)}")
         for name in _templates_own() & (self.chat_template_kwargs or {}).keys():
-            message = f"chat_template_kwargs: {name} is the server's"
-            raise ApiError(400, message, "chat_template_kwargs")
+            raise wrong("chat_template_kwargs", f"{name} is the server's")
         _ = self.calls
 
     def most(self) -> int | None:
@@ -191,8 +187,7 @@ class Chat(Generation):
         """That of the call which must come. Where calls may come, an answer has no other."""
         own = super().form()
         if own is not None and self.calls.tools and not self.calls.is_forced:
-            message = f"{own.field}: given with tools that may be called; an answer has one form"
-            raise ApiError(400, message, own.field)
+            raise wrong(own.field, "given with tools that may be called; an answer has one form")
         return self.calls.form() or own
 
     def options(self, most: int) -> Options:
@@ -226,13 +221,13 @@ class Completion(Generation):
         super().check()
         _within("logprobs", self.logprobs, 0, _MOST_SCORED)
         if self.best_of not in (None, self.n or 1):
-            raise ApiError(400, "best_of: must be n, or be left out", "best_of", "unsupported")
+            raise unsupported("best_of", "must be n, or be left out")
         self.prompt = _texts("prompt", self.prompt)
         if self.suffix and not _all_are(str, self.prompt):
-            raise ApiError(400, "suffix: only with a text as prompt", "suffix")
+            raise wrong("suffix", "only with a text as prompt")
         for name in ("suffix", "logprobs"):
             if self.echo and getattr(self, name) not in (None, ""):
-                raise ApiError(400, f"echo: not with {name}", "echo", "unsupported")
+                raise unsupported("echo", f"not with {name}")
 
     def scored(self) -> int | None:
         return self.logprobs
@@ -271,8 +266,7 @@ def parse(kind: type[_Given], body: bytes) -> _Given:
     # Pydantic would word an error for each.
     if unknown := given.keys() - {field.name for field in fields(cast(Any, kind))}:
         name = min(unknown)
-        message = f"{name}: it is not known, or not supported"
-        raise ApiError(400, message, name, "unsupported")
+        raise unsupported(name, "it is not known, or not supported")
     return validated(kind, given)
 
 
@@ -285,7 +279,7 @@ def validated(kind: type[_Given], given: dict[str, Any]) -> _Given:
     except ValidationError as error:
         first = error.errors(include_url=False, include_input=False)[0]
         name = str(first["loc"][0])
-        raise ApiError(400, f"{name}: {first['msg']}", name) from None
+        raise wrong(name, first["msg"]) from None
     return found
 
 
@@ -328,9 +322,9 @@ def _texts(name: str, given: Any) -> list[str] | list[list[int]]:
         given = [given]
     is_of_tokens = isinstance(given, list) and all(_all_are(int, text) for text in given)
     if not _all_are(str, given) and not is_of_tokens:
-        raise ApiError(400, f"{name}: must be a text, a list of tokens, or a list of either", name)
+        raise wrong(name, "must be a text, a list of tokens, or a list of either")
     if not given or not all(given):
-        raise ApiError(400, f"{name}: must not be empty", name)
+        raise wrong(name, "must not be empty")
     found: list[str] | list[list[int]] = given
     return found
 
@@ -347,4 +341,4 @@ def _within(name: str, value: float | None, least: float, most: float | None = N
         return
     if not (value >= least and (most is None or value <= most)):
         allowed = f"at least {least}" if most is None else f"from {least} to {most}"
-        raise ApiError(400, f"{name}: {value}; must be {allowed}", name)
+        raise wrong(name, f"{value}; must be {allowed}")

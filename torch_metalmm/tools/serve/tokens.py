@@ -10,7 +10,7 @@ import json
 import threading
 from typing import Any, NamedTuple
 
-from .errors import ApiError
+from .errors import too_long, wrong
 
 LARGE = 1 << 16  # bytes of a text or a body, after which memory is given back
 
@@ -36,10 +36,9 @@ class Tokens:
         try:
             encoded = text.encode()
         except UnicodeError:  # a lone surrogate
-            raise ApiError(400, f"{name}: the text has half a surrogate pair", name) from None
+            raise wrong(name, "the text has half a surrogate pair") from None
         if most is not None and self._bound is not None and self._bound.exceeds(encoded, most):
-            message = f"{name}: {len(encoded)} bytes, which are more than {most} tokens"
-            raise ApiError(400, message, name, "context_length_exceeded")
+            raise too_long(name, f"{len(encoded)} bytes, which are more than {most} tokens")
         with self._lock:
             try:
                 ids = list(self._tokenizer(text, verbose=False, **options).input_ids)
@@ -58,8 +57,7 @@ class Tokens:
         """ApiError 400: one of them is no token of the model; a text may have such, too."""
         for token in ids:
             if not 0 <= token < self._known:
-                message = f"{name}: token {token}; must be from 0 to {self._known - 1}"
-                raise ApiError(400, message, name)
+                raise wrong(name, f"token {token}; must be from 0 to {self._known - 1}")
         return ids
 
 

@@ -1,4 +1,4 @@
-"""What a client may do to the connection, and refusals in the shape of OpenAI's API.
+"""What a client may do to the connection, and refusals in the shape of a path's API.
 
 uvicorn refuses with a text, waits for ever for a request's head and for a client that reads
 nothing, and counts no connections: those that say half of a request would take all descriptors.
@@ -15,11 +15,17 @@ from starlette.responses import JSONResponse
 from starlette.types import ASGIApp, Receive, Scope, Send
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
+from . import messages, ollama
 from .errors import ApiError
 
+# By the beginning of a path: the body of an error; else OpenAI's.
+_SHAPES = {"/v1/messages": messages.refusal, "/api/": ollama.refusal}
 
-def refused(error: ApiError) -> JSONResponse:
-    return JSONResponse(error.body(), error.status, error.headers)
+
+def refused(path: str, error: ApiError) -> JSONResponse:
+    """In the shape of the API that has the path."""
+    shape = next((s for begins, s in _SHAPES.items() if path.startswith(begins)), ApiError.body)
+    return JSONResponse(shape(error), error.status, error.headers)
 
 
 class Bounded:
@@ -38,7 +44,7 @@ class Bounded:
         if self._count >= self._most:
             message = f"{self._most} requests are open already"
             error = ApiError(503, message, code="requests", retry_after=1)
-            await refused(error)(scope, receive, send)
+            await refused(scope["path"], error)(scope, receive, send)
             return
         self._count += 1
         try:
