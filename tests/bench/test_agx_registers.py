@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import re
-import subprocess
 import sys
 from pathlib import Path
 
 import flatbuffers
 import pytest
 from macos_build import compile_for_macos
-from places import ROOT
 
 from bench.shaders import agx_registers as agx
 from torch_metalmm import _C
@@ -91,7 +89,11 @@ else:
     ("spilled", "wrong"), [(784, ""), (0, "8 live floats are read as (12, 0)")]
 )
 def test_the_command(
-    spilled: int, wrong: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    spilled: int,
+    wrong: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     """With an xcrun that answers from recorded files: a row, or what is wrong with the reading."""
     for name, values in (("8", (12, 0)), ("192", (128, spilled))):
@@ -100,15 +102,22 @@ def test_the_command(
     xcrun.write_text(XCRUN.format(python=sys.executable))
     xcrun.chmod(0o755)
     monkeypatch.setenv("PATH", f"{tmp_path}:/usr/bin:/bin")
-    command = [sys.executable, "-m", "bench.shaders.agx_registers", "--kernels", "gemv_q4_0_f16"]
-    done = subprocess.run([*command, "--arch", "g13s"], cwd=ROOT, capture_output=True, text=True)
+
+    texts = [(name, "") for name in ("gemv_q4_0_f16", "gemv_q8_0_f16")]
+    monkeypatch.setattr(agx, "texts", lambda: texts)
+
+    def ended(architecture: str) -> tuple[int, str]:
+        command = ["agx_registers", "--kernels", "gemv_q4_0_f16", "--arch", architecture]
+        monkeypatch.setattr(sys, "argv", command)
+        return agx.main(), capsys.readouterr().out
+
+    status, printed = ended("g13s")
     if wrong:
-        assert done.returncode == 1 and wrong in done.stdout
+        assert status == 1 and wrong in printed
         return
-    assert done.returncode == 0, done.stderr
-    assert done.stdout.splitlines()[1:] == ["gemv_q4_0_f16\t12 +0"]
-    done = subprocess.run([*command, "--arch", "g99s"], cwd=ROOT, capture_output=True, text=True)
-    assert done.returncode == 1 and "g99s: metal-tt: metal-tt: unknown architecture" in done.stdout
+    assert status == 0 and printed.splitlines()[1:] == ["gemv_q4_0_f16\t12 +0"]
+    status, printed = ended("g99s")
+    assert status == 1 and "g99s: metal-tt: metal-tt: unknown architecture" in printed
 
 
 def test_every_kernel_gets_its_constants() -> None:

@@ -6,7 +6,6 @@ import json
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
-from functools import cache
 from pathlib import Path
 from types import SimpleNamespace
 from typing import NamedTuple
@@ -14,6 +13,7 @@ from typing import NamedTuple
 import pytest
 import torch
 from matplotlib.figure import Figure
+from measured import measured_once, records_of
 from places import ROOT
 
 from bench.__main__ import main
@@ -38,18 +38,8 @@ class Done(NamedTuple):
 Bench = Callable[..., Done]
 
 
-@pytest.fixture(scope="module")
-def measured_once() -> Callable[..., roof.Roof]:
-    """roof.measure(), which compiles a program and reads memory for a second, at its first call."""
-    return cache(roof.measure)
-
-
 @pytest.fixture
-def bench(
-    capsys: pytest.CaptureFixture[str],
-    monkeypatch: pytest.MonkeyPatch,
-    measured_once: Callable[..., roof.Roof],
-) -> Iterator[Bench]:
+def bench(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> Iterator[Bench]:
     """The command line, in this process, whose number of threads it sets."""
     threads = torch.get_num_threads()
     monkeypatch.setattr(roof, "measure", measured_once)
@@ -66,8 +56,8 @@ def bench(
 def quick(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The JSON lines of one quick run of the matrix, by a process of its own."""
     out = tmp_path_factory.mktemp("bench") / "out.jsonl"
-    engines = ("--engines", "metalmm,linear_f32")
-    command = [sys.executable, "-m", "bench", "matmul", "--quick", *engines, "--json", str(out)]
+    asked = "matmul --quick --repetitions 1 --engines metalmm,linear_f32 --json"
+    command = [sys.executable, "-m", "bench", *asked.split(), str(out)]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     return out
@@ -186,16 +176,9 @@ def test_a_single_operation_is_checked_and_timed(operation: str, sizes: str, ben
         assert word in done.stdout, word
 
 
-def test_sizes_that_do_not_fit_are_refused(bench: Bench) -> None:
-    done = bench("matrix-ops", "gemm", "4", "8", "--quick")
-    assert done.returncode == 2 and "takes M N K" in done.stderr
-
-
-def test_quality_of_the_real_models(tmp_path: Path, bench: Bench) -> None:
-    out = tmp_path / "out.jsonl"
-    done = bench("quality", "--quick", "--formats", "q8_0", "--threads", "1", "--json", str(out))
-    assert done.returncode == 0, done.stderr
-    rows = [r for r in map(json.loads, out.read_text().splitlines()) if r["kind"] == "quality"]
+def test_quality_of_the_real_models(own_threads: None, tmp_path: Path) -> None:
+    records = records_of(tmp_path, "quality", "--formats", "q8_0")
+    rows = [r for r in records if r["kind"] == "quality"]
     smollm2, packed, minilm, packed_minilm = rows
     assert smollm2["divergence"] == 0 and minilm["worst_cosine"] > 1 - 1e-12
     assert 0 < packed["divergence"] < 0.01 and packed["same_top"] > 0.9

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -10,9 +9,9 @@ from typing import Any
 
 import pytest
 import torch
+from measured import measured_once, records_of
 
 from bench import runner
-from bench.__main__ import main
 from bench.devices import CPU
 from bench.ops import attention
 from bench.ops.attention import Data, Heads, Rounds, Shape, Variant, shapes
@@ -21,6 +20,7 @@ from bench.peers import ggml, sdpa
 from bench.peers.ggml import causal_mask
 from bench.problem import Setting
 from bench.report import cell_tables
+from bench.roofs import roof
 from bench.runner import FEW, SLOW, Run, Way, slow_ones
 from bench.shapes import parse_counts
 
@@ -31,8 +31,9 @@ ON_CPU = Setting(threads=1, cold_bytes=1)
 
 
 @pytest.fixture(autouse=True)
-def the_backend_that_torch_chooses() -> Iterator[None]:
+def the_backend_that_torch_chooses(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """The choice is one of the process: a test that leaves it would take it from every other."""
+    monkeypatch.setattr(roof, "measure", measured_once)
     yield
     sdpa.chosen.take("")
 
@@ -41,10 +42,7 @@ def test_every_cell_is_checked_and_timed(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """Decoding and prefills; ours in each format, torch's in each dtype; ratios of one run."""
-    out = tmp_path / "out.jsonl"
-    options = ("--quick", "--threads", "1", "--repetitions", "1", "--json", str(out))
-    assert main(["attention", *options, "--formats", "f16,q8_0", "--pages"]) == 0
-    records = [json.loads(line) for line in out.read_text().splitlines()]
+    records = records_of(tmp_path, "attention", "--formats", "f16,q8_0", "--pages")
     found = [r for r in records if r["kind"] == "attention"]
     wanted = [(1, 1, 70), (1, 1, 300), (2, 1, 70), (2, 1, 300), (1, 24, 24), (1, 24, 124)]
     assert list(dict.fromkeys((r["batch"], r["queries"], r["slots"]) for r in found)) == wanted
@@ -140,23 +138,6 @@ def test_operations_of_a_cell() -> None:
         (2, 16, 66),
     ]
     assert len(shapes(HEADS, (1,), (100,), 0, (0, 50))) == 1
-
-
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        (["--heads", "8x3x64"], "HEADS must be a multiple of KV_HEADS"),
-        (["--heads", "8x64"], "must be HEADSxKV_HEADSxSIZE"),
-        (["--formats", "q4_k"], "is not a multiple of its block, 256"),
-        (["--context", "8m"], "'8m'; must be a whole number"),
-        (["--context", "0"], "must be a positive integer"),
-    ],
-)
-def test_arguments_that_do_not_fit(
-    arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert main(["attention", "--quick", *arguments]) == 2
-    assert message in capsys.readouterr().err
 
 
 def test_a_strategy_is_that_of_the_op() -> None:

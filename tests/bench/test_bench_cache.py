@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from measured import records_of
 
 from bench.__main__ import main
 from bench.models import cache_cost
@@ -31,10 +31,7 @@ def test_bytes_of_a_context(name: str) -> None:
 
 
 def test_a_run_has_all_parts(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    out = tmp_path / "out.jsonl"
-    options = ("--quick", "--threads", "1", "--json", str(out), "--formats", "f32,q4_0/q4_0")
-    assert main(["cache", *options]) == 0
-    records = [json.loads(line) for line in out.read_text().splitlines()]
+    records = records_of(tmp_path, "cache", "--formats", "f32,q4_0/q4_0")
     assert [r["kind"] for r in records[1:3]] == ["cache-bytes"] * 2
     dynamic, exact, rounded = [r for r in records if r["kind"] == "cache-quality"]
     assert dynamic["divergence"] == 0 and dynamic["equal"] == [4] * cache_cost.PROMPTS
@@ -66,8 +63,6 @@ def test_parts_are_chosen(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["cache", "--parts", "bytes", "--formats", "q8_0", "--device", "cpu"]) == 0
     printed = capsys.readouterr().out
     assert "kB a token" in printed and "perplexity" not in printed
-    assert main(["cache", "--parts", "bytes,all", "--device", "cpu"]) == 2
-    assert "'all'; must be of bytes, quality" in capsys.readouterr().err
 
 
 def test_every_default_format_fits_the_models() -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
@@ -12,10 +11,10 @@ from typing import Any
 
 import pytest
 import torch
+from measured import records_of
 from torch import Tensor
 from transformers import DynamicCache
 
-from bench.__main__ import main
 from bench.devices import CPU
 from bench.models import contexts, llamas
 from bench.models.contexts import error_after
@@ -44,12 +43,8 @@ def test_every_cache_is_checked_and_timed(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """After each context; exact formats to the bits of f32, others within what they round."""
-    out = tmp_path / "out.jsonl"
-    options = ("--quick", "--threads", "1", "--repetitions", "1", "--json", str(out))
     choice = ("--cache", "f32,q8_0", "--formats", "q4_0", "--new-tokens", "2", "--no-peers")
-    assert main(["tokens", *options, *choice]) == 0
-    records = [json.loads(line) for line in out.read_text().splitlines()]
-    found = [r for r in records if r["kind"] == "context"]
+    found = [r for r in records_of(tmp_path, "tokens", *choice) if r["kind"] == "context"]
     assert [r["context"] for r in found] == [24] * 4 + [40] * 4
     dense, dynamic, exact, rounded = found[4:]
     assert [r["system"] for r in found[:4]] == [r["system"] for r in found[4:]]
@@ -171,18 +166,9 @@ def test_a_prompt_is_evaluated_once() -> None:
     assert len(system.tokens) == 2048 and system.tokens[:700] == first
 
 
-def test_what_contexts_are_asked_for(capsys: pytest.CaptureFixture[str]) -> None:
-    """The defaults with --cache, and what is refused before a model is made."""
+def test_what_contexts_are_asked_for() -> None:
     assert parse(["tokens", "--cache", "f16", "--device", "cpu"]).context == "128,2k,8k"
     assert contexts.asked("Q8_0,f16", "1,8k") == (["f16/q8_0", "f16"], (1, 8192))
-    for options, message in (
-        (["--context", "1k,2k"], "several only with --cache"),
-        (["--cache", "q9"], "format"),
-        (["--cache", "f16", "--context", "0"], "must be at least 1"),
-        (["--cache", "f16", "--compile"], "--compile: not with --cache"),
-    ):
-        assert main(["tokens", "--device", "cpu", *options]) == 2
-        assert message in capsys.readouterr().err
 
 
 def test_llama_cpp_takes_the_cache_named(monkeypatch: pytest.MonkeyPatch) -> None:

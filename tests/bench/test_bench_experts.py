@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 
 import pytest
+from measured import records_of
 
-from bench.__main__ import main
 from bench.ops.experts import Data
 from bench.problem import Setting
 
@@ -16,10 +15,7 @@ pytestmark = pytest.mark.usefixtures("own_threads")
 
 def test_a_token_and_a_prompt(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """A token has bytes and a roof; a prompt, linear of as many products."""
-    out = tmp_path / "out.jsonl"
-    options = ["--quick", "--threads", "1", "--repetitions", "1", "--json", str(out)]
-    assert main(["experts", "--formats", "q4_0,q8_0", "--markdown", *options]) == 0
-    records = [json.loads(line) for line in out.read_text().splitlines()]
+    records = records_of(tmp_path, "experts", "--formats", "q4_0,q8_0", "--markdown")
     cells = [r for r in records if r["kind"] == "experts"]
     ways = {1: ["swiglu", "down"], 16: ["swiglu", "down", "experts", "same_work", "one_expert"]}
     assert [(r["format"], r["tokens"], r["variant"]) for r in cells] == [
@@ -39,9 +35,3 @@ def test_a_wrong_product_is_found(name: str) -> None:
     call = data.calls()[name]
     assert data.check(name, call)["ok"]
     assert not data.check(name, lambda i: 1.01 * call(i))["ok"]
-
-
-@pytest.mark.parametrize("text", ["8x2x64", "8x2x0x256", "axbxcxd"])
-def test_sizes_that_are_none(text: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["experts", "--quick", "--experts", text]) == 2
-    assert f"--experts: '{text}'; must be EXPERTSxCHOSENxNxK" in capsys.readouterr().err

@@ -3,19 +3,20 @@
 from __future__ import annotations
 
 import functools
-import json
 import sys
 from pathlib import Path
 
 import pytest
 import torch
 import torch.multiprocessing as mp
+from measured import records_of
 
-from bench.__main__ import main
 from bench.devices import Device
 from bench.models import ranks
 from bench.options import parse
 from bench.runner import Run
+
+TWO = ("tokens", "--device", "cpu", "--formats", "q4_0", "--tp", "2", "--prompt", "40")
 
 
 @pytest.fixture
@@ -29,11 +30,7 @@ def forked(own_threads: None, monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.usefixtures("forked")
 def test_tokens_of_two_processes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    file = tmp_path / "records.json"
-    options = "--quick --device cpu --threads 1 --models tiny --formats q4_0 --tp 2 --prompt 40"
-    assert main(["tokens", *options.split(), "--json", str(file)]) == 0
-    records = [json.loads(line) for line in file.read_text().splitlines()]
-    found = {r["system"]: r for r in records if r["kind"] == "tokens"}
+    found = {r["system"]: r for r in records_of(tmp_path, *TWO) if r["kind"] == "tokens"}
     names = ("metalmm q4_0", "metalmm q4_0, fuse_", "transformers f32")
     assert list(found) == [f"{n}, {c}" for c in ("1 process", "2 processes") for n in names]
     for name in names:
@@ -46,10 +43,7 @@ def test_tokens_of_two_processes(tmp_path: Path, capsys: pytest.CaptureFixture[s
 
 @pytest.mark.usefixtures("forked")
 def test_tokens_of_a_part_on_one_device(tmp_path: Path) -> None:
-    file = tmp_path / "records.json"
-    options = "--quick --device cpu --threads 1 --models tiny --formats q4_0 --tp 2 --prompt 40"
-    assert main(["tokens", *options.split(), "--one-device", "--json", str(file)]) == 0
-    records = [json.loads(line) for line in file.read_text().splitlines()]
+    records = records_of(tmp_path, *TWO, "--one-device")
     found = {r["system"]: r for r in records if r["kind"] == "tokens"}
     ours, dense = ("metalmm q4_0", "metalmm q4_0, fuse_"), ("transformers f32",)
     shared, part = "2 processes on one device", "part 1 of 2 without sums"
@@ -80,14 +74,6 @@ def test_what_does_not_run() -> None:
         found = ranks.skipped(of, "ours", error)
         assert (found["kind"], found["why"]) == ("skipped", why)
         assert found["what"] == f"8b, ours, {of.over}"
-
-
-@pytest.mark.parametrize(
-    "given", [["--tp", "1"], ["--tp", "2", "--models", "smollm2"], ["--one-device"]]
-)
-def test_what_is_refused(given: list[str], capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["tokens", "--quick", "--device", "cpu", *given]) == 2
-    assert "--tp" in capsys.readouterr().err
 
 
 def test_fewer_gpus_than_processes(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -2,23 +2,32 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator
 from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
+from measured import records_of
 
-from bench.__main__ import main
 from bench.models import conversations, served
 
 pytest.importorskip("uvicorn")
 
 
-def test_the_records(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    out = tmp_path / "out.jsonl"
-    assert main(["serve", "--quick", "--markdown", "--json", str(out)]) == 0
-    records = [json.loads(line) for line in out.read_text().splitlines()]
+@pytest.fixture(scope="module")
+def started() -> Iterator[served.Server]:
+    with served.server("--threads", "1") as server:
+        yield server
+
+
+def test_the_records(
+    tmp_path: Path,
+    started: served.Server,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.setattr(served, "server", lambda *_: nullcontext(started))
+    records = records_of(tmp_path, "serve", "--markdown")
     ways = {r["way"]: r for r in records if r["kind"] == "serve"}
     (together,) = [r for r in records if r["kind"] == "serve-clients"]
     assert set(ways) == {"generate", "serve"}
@@ -28,12 +37,6 @@ def test_the_records(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
     assert together["errors"] == 0 and together["answers"] >= served.CLIENTS
     assert together["resident"] > 100 << 20  # the model alone has 98 MB
     assert "| generate |" in capsys.readouterr().out
-
-
-@pytest.fixture(scope="module")
-def started() -> Iterator[served.Server]:
-    with served.server("--threads", "1") as server:
-        yield server
 
 
 def test_an_answer_of_fewer_tokens_is_an_error(started: served.Server) -> None:
@@ -47,9 +50,7 @@ def test_turns_of_conversations(
 ) -> None:
     """Each reads what is new, and what lies in no whole page."""
     monkeypatch.setattr(conversations, "server", lambda *_: nullcontext(started))
-    out, asked = tmp_path / "out.jsonl", "--quick --repetitions 1 --turns 3"
-    assert main(["serve", *asked.split(), "--json", str(out)]) == 0
-    records = [json.loads(line) for line in out.read_text().splitlines()]
+    records = records_of(tmp_path, "serve", "--turns", "3")
     (r,) = [r for r in records if r["kind"] == "serve-turns"]
     assert r["read_second"] == r["read_end"] == 64 + 32
     assert r["tokens"] == 224 + 2 * 64 and r["ratio"] > 0 and r["tokens_s"] > 0

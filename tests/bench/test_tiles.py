@@ -3,12 +3,9 @@ project, the committed figures."""
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import pytest
 from places import ROOT, TESTS
 
-from bench.__main__ import main
 from bench.shaders import cells, foreign, ptx, tiles
 
 # A turn: 2 loads of matrices, one across rows, which is two; a load from device memory, its store;
@@ -93,15 +90,3 @@ def test_the_page_has_our_tiles() -> None:
         for tile in tiles.own(strategy, "f16"):
             row = page.partition(f"\n| {tile.format} |")[2].splitlines()[0].split(" | ")
             assert row[column - 1].strip() == f"{tile.cycles:.2f}", tile.format
-
-
-def test_wrong_texts(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """An error of one line, and exit code 2."""
-    other = TESTS / "msl" / "metal_foreign" / "registers.metal"
-    for arguments, message in (
-        (["--ggml", str(tmp_path / "none.metal")], "none.metal"),
-        (["--ggml", str(other)], "registers.metal: has no kernel kernel_mul_mm_f16_f16"),
-        (["--mlx", str(tmp_path)], "has no mlx/backend/metal/kernels"),
-    ):
-        assert main(["tiles", *arguments]) == 2
-        assert message in capsys.readouterr().err

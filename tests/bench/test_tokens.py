@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import copy
-import json
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+from measured import records_of
 
-from bench.__main__ import main
 from bench.devices import CPU
 from bench.models import llamas, shares
 from bench.models.systems import Packed, Static, Transformers
@@ -34,13 +33,6 @@ PRODUCTS = 7 * TINY.layers + 1  # of packed weights in a step, unfused
 @pytest.fixture(scope="module")
 def packed() -> Any:
     return llamas.source("tiny", "cpu", torch.float32).packed("q4_0")
-
-
-def records_of(tmp_path: Path, *arguments: str) -> list[dict[str, Any]]:
-    out = tmp_path / "out.jsonl"
-    options = ("--quick", "--threads", "1", "--repetitions", "1", "--json", str(out))
-    assert main([*arguments, *options]) == 0
-    return [json.loads(line) for line in out.read_text().splitlines()]
 
 
 def test_a_token_by_its_parts(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -1,0 +1,42 @@
+"""Arguments of `python -m bench` that are refused in a line, before anything is measured."""
+
+from __future__ import annotations
+
+import pytest
+from places import TESTS
+
+from bench.__main__ import main
+
+FOREIGN = TESTS / "msl" / "metal_foreign"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ("attention --heads 8x3x64", "HEADS must be a multiple of KV_HEADS"),
+        ("attention --heads 8x64", "must be HEADSxKV_HEADSxSIZE"),
+        ("attention --formats q4_k", "is not a multiple of its block, 256"),
+        ("attention --context 8m", "'8m'; must be a whole number"),
+        ("attention --context 0", "must be a positive integer"),
+        ("cache --parts bytes,all", "'all'; must be of bytes, quality"),
+        ("chips --cache q8_0", "only with --tokens"),
+        *(
+            (f"experts --experts {text}", f"'{text}'; must be EXPERTSxCHOSENxNxK")
+            for text in ("8x2x64", "8x2x0x256", "axbxcxd")
+        ),
+        ("matrix-ops gemm 4 8", "takes M N K"),
+        (f"tiles --ggml {FOREIGN}/none.metal", "none.metal"),
+        (f"tiles --ggml {FOREIGN}/tiled.metal", "has no kernel kernel_mul_mm_f16_f16"),
+        (f"tiles --mlx {FOREIGN}", "has no mlx/backend/metal/kernels"),
+        ("tokens --context 1k,2k", "several only with --cache"),
+        ("tokens --cache q9", "format"),
+        ("tokens --cache f16 --context 0", "must be at least 1"),
+        ("tokens --cache f16 --compile", "--compile: not with --cache"),
+        ("tokens --tp 1", "--tp"),
+        ("tokens --tp 2 --models smollm2", "--tp"),
+        ("tokens --one-device", "--tp"),
+    ],
+)
+def test_what_is_refused(arguments: str, message: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(arguments.split()) == 2
+    assert message in capsys.readouterr().err
