@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 import torch
 import transformers
+from failing import failure
 from gguf_files import random_model
 
 from torch_metalmm import _C, load_gguf, load_packed, quantize_, save_mlx
@@ -51,14 +52,6 @@ def keep_settings() -> Iterator[None]:
     yield
     torch.set_num_threads(threads)
     transformers.utils.logging.set_verbosity(verbosity)
-
-
-def failure(capsys: pytest.CaptureFixture[str], *arguments: object) -> str:
-    """The one-line message of a command that fails with status 1."""
-    assert main([str(a) for a in arguments]) == 1
-    out, err = capsys.readouterr()
-    assert out == "" and err.startswith("metalmm: error: ") and err.count("\n") == 1
-    return err
 
 
 def test_info_lists_every_format(capsys: pytest.CaptureFixture[str]) -> None:
@@ -242,13 +235,13 @@ def test_an_unknown_format_names_near_ones(capsys: pytest.CaptureFixture[str], g
         assert f"'{mixture}' is a mixture of llama.cpp's" in message and f"'{most}'" in message
 
 
-def test_an_absent_device_is_found_before_loading(
+def test_an_absent_device_or_folder_is_found_before_loading(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, gguf: Path
 ) -> None:
     """Every command that takes a device says so in the words of the doctor."""
 
     def never(*_: object) -> None:
-        raise AssertionError("loaded a model for a device that is not there")
+        raise AssertionError("loaded a model of no use")
 
     monkeypatch.setattr(generate, "load_model", never)
     monkeypatch.setattr(packing, "load_dense", never)
@@ -264,15 +257,6 @@ def test_an_absent_device_is_found_before_loading(
         ):
             assert why in failure(capsys, *command, "--device", device)
     assert not (gguf.parent / "out").exists()
-
-
-def test_unwritable_output_is_found_before_loading(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, gguf: Path
-) -> None:
-    def never(*_: object) -> None:
-        raise AssertionError("loaded a model that cannot be saved")
-
-    monkeypatch.setattr(generate, "load_model", never)
     message = failure(capsys, "quantize", gguf, "--format", "q8_0", "--output", gguf / "x")
     assert "cannot write to the folder" in message
 

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from failing import failure
 
 from torch_metalmm.bench.devices import CPU
 from torch_metalmm.bench.standard import layers, record
@@ -36,13 +37,6 @@ def written() -> Record:
     }
 
 
-def failure(capsys: pytest.CaptureFixture[str], *paths: Path) -> str:
-    assert main(["bench", "compare", *map(str, paths)]) == 1
-    out, err = capsys.readouterr()
-    assert out == "" and err.count("\n") == 1
-    return err
-
-
 def test_two_records_are_compared(
     tmp_path: Path, written: Record, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -54,7 +48,7 @@ def test_two_records_are_compared(
     out = capsys.readouterr().out
     assert re.search(r"layer, metalmm q4_0, M = 1, µs\W+40\.0\W+80\.0\W+2\.00", out)
     assert re.search(r"^second: Apple M0, ", out, re.M) and "memory, GB/s" in out
-    assert "two records" in failure(capsys, paths[0])
+    assert "two records" in failure(capsys, "bench", "compare", paths[0])
     roofs = written["roofs"]
     bad = {
         "[1]": "not a record of metalmm bench",
@@ -70,7 +64,7 @@ def test_two_records_are_compared(
     }
     for text, why in bad.items():
         paths[0].write_text(text)
-        assert why in failure(capsys, *paths)
+        assert why in failure(capsys, "bench", "compare", *paths)
 
 
 def test_a_record_of_another_writes_text_alone(

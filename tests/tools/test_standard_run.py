@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 import torch
+from failing import failure
 
 from torch_metalmm import _C
 from torch_metalmm.bench.devices import CPU, Device
@@ -82,14 +83,6 @@ def strings(value: object) -> Iterator[str]:
     elif isinstance(value, dict | list):
         for part in [*value, *value.values()] if isinstance(value, dict) else value:
             yield from strings(part)
-
-
-def failure(capsys: pytest.CaptureFixture[str], *arguments: object) -> str:
-    """The one-line message of a command that measures nothing."""
-    assert main(["bench", *map(str, arguments)]) == 1
-    out, err = capsys.readouterr()
-    assert out == "" and err.count("\n") == 1
-    return err.removeprefix("metalmm: error: ").strip()
 
 
 def test_a_record_has_its_fields_and_nothing_of_its_owner(made: Path, written: Record) -> None:
@@ -222,16 +215,16 @@ def test_what_is_refused(
 ) -> None:
     """In a line, before anything is measured, and nothing is written."""
     before = sorted((f, f.stat().st_mtime_ns) for f in made.iterdir())
-    assert "exists: --force replaces it" in failure(capsys, "--quick", "--output", made)
-    assert "is no folder" in failure(capsys, "--output", tmp_path / "gone")
-    assert "cannot write to the folder" in failure(capsys, "--output", closed)
+    assert "exists: --force replaces it" in failure(capsys, "bench", "--quick", "--output", made)
+    assert "is no folder" in failure(capsys, "bench", "--output", tmp_path / "gone")
+    assert "cannot write to the folder" in failure(capsys, "bench", "--output", closed)
     here = ("--output", tmp_path)
     for name in ("q9", ""):
-        assert f"unknown '{name}'" in failure(capsys, "--formats", name, *here)
-    assert "iq1_s is only read" in failure(capsys, "--formats", "q4_0,iq1_s", *here)
-    assert failure(capsys, "--device", "tpu", *here).startswith("device: tpu: no engine")
-    assert failure(capsys, "--quick", "tokens").startswith("--quick: before tokens")
-    assert "unknown 'speed'; allowed: compare, matmul" in failure(capsys, "speed")
+        assert f"unknown '{name}'" in failure(capsys, "bench", "--formats", name, *here)
+    assert "iq1_s is only read" in failure(capsys, "bench", "--formats", "q4_0,iq1_s", *here)
+    assert "error: device: tpu: no engine" in failure(capsys, "bench", "--device", "tpu", *here)
+    assert "error: --quick: before tokens" in failure(capsys, "bench", "--quick", "tokens")
+    assert "unknown 'speed'; allowed: compare, matmul" in failure(capsys, "bench", "speed")
     assert list(tmp_path.iterdir()) == []
     assert before == sorted((f, f.stat().st_mtime_ns) for f in made.iterdir())
 

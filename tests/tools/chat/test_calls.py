@@ -1,4 +1,4 @@
-"""Calls and their results in a chat whose template is as strict as Mistral's."""
+"""Calls and their results in a chat; the template of one is as strict as Mistral's."""
 
 from __future__ import annotations
 
@@ -42,18 +42,41 @@ def template() -> Iterator[Template]:
     found.close()
 
 
-def test_results_bear_the_ids_of_their_calls(template: Template, tmp_path: Any) -> None:
-    """Every turn is rendered, and no id comes twice; a chat that was saved goes on."""
-    texts = iter([CALLS % "weather", "Cold.", CALLS % "tide", "High."])
-    prompts: list[str] = []
+def talk_of(*texts: str, template: Template | None = None) -> tuple[Conversation, list[Any]]:
+    """A chat whose answers are these; what its model is asked: messages, or what the template
+    makes of them."""
+    answers, asked = iter(texts), list[Any]()
 
     def answer(messages: list[Any], show: Any, tools: Any) -> Any:
-        prompts.append(template.render(messages, tools))
-        return SimpleNamespace(text=next(texts), finish="stop")
+        asked.append(messages if template is None else template.render(messages, tools))
+        return SimpleNamespace(text=next(answers), finish="stop")
 
     session: Any = SimpleNamespace(answer=answer, context=None, template=template, prompt="")
     session.stop = session.resume = lambda: None
-    talk = Conversation(session, "model")
+    return Conversation(session, "model"), asked
+
+
+def test_each_result_is_asked_for_by_name() -> None:
+    """The last one is answered."""
+    call = '<tool_call>{"name": "%s", "arguments": {"city": "Oslo"}}</tool_call>'
+    talk, asked = talk_of(call % "weather" + call % "time", "Cold, and late.")
+    talk.ask({"role": "user", "content": "How is Oslo?"}, print)
+    assert talk.awaited() == ["weather", "time"]
+    said = commands.run("/result -3", talk)
+    assert said == "the result of weather; time is awaited, too" and talk.awaited() == ["time"]
+    message: Any = commands.run("/result 23:00", talk)
+    assert message == {"role": "tool", "name": "time", "content": "23:00"}
+    talk.ask(message, print)
+    assert [m["content"] for m in asked[1] if m["role"] == "tool"] == ["-3", "23:00"]
+    assert talk.awaited() == []
+    with pytest.raises(ValueError, match="/result: the last answer asks for no call"):
+        commands.run("/result 1", talk)
+
+
+def test_results_bear_the_ids_of_their_calls(template: Template, tmp_path: Any) -> None:
+    """Every turn is rendered, and no id comes twice; a chat that was saved goes on."""
+    texts = (CALLS % "weather", "Cold.", CALLS % "tide", "High.")
+    talk, prompts = talk_of(*texts, template=template)
     for question in ("How is Oslo?", "And Bergen?"):
         talk.ask({"role": "user", "content": question}, print)
         saved.save(tmp_path / "chat.json", "model", talk.everything())

@@ -9,7 +9,6 @@ import re
 import sys
 from collections.abc import Iterator
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -19,8 +18,7 @@ from terminal import Terminal
 
 from torch_metalmm import load_gguf
 from torch_metalmm.tools import generate
-from torch_metalmm.tools.chat import commands, saved, screen
-from torch_metalmm.tools.chat.conversation import Conversation
+from torch_metalmm.tools.chat import saved, screen
 from torch_metalmm.tools.cli import main
 
 pytest.importorskip("prompt_toolkit")
@@ -141,32 +139,6 @@ def test_a_file_is_no_command(
     assert asked == ["/exit is a word", " /reset is another"]
 
 
-def test_tool_calls() -> None:
-    """Shown as calls; each result is asked for by name, and the last one is answered."""
-    call = '<tool_call>{"name": "%s", "arguments": {"city": "Oslo"}}</tool_call>'
-    texts = iter([call % "weather" + call % "time", "Cold, and late."])
-    asked: list[Any] = []
-
-    def answer(messages: list[Any], show: Any, tools: Any) -> Any:
-        asked.append(messages)
-        return SimpleNamespace(text=next(texts), finish="stop")
-
-    session: Any = SimpleNamespace(answer=answer, context=None, template=None, prompt="")
-    session.stop = session.resume = lambda: None
-    talk = Conversation(session, "model")
-    talk.ask({"role": "user", "content": "How is Oslo?"}, print)
-    assert talk.awaited() == ["weather", "time"]
-    said = commands.run("/result -3", talk)
-    assert said == "the result of weather; time is awaited, too" and talk.awaited() == ["time"]
-    message = commands.run("/result 23:00", talk)
-    assert message == {"role": "tool", "name": "time", "content": "23:00"}
-    talk.ask(message, print)
-    assert [m["content"] for m in asked[1] if m["role"] == "tool"] == ["-3", "23:00"]
-    assert talk.awaited() == []
-    with pytest.raises(ValueError, match="/result: the last answer asks for no call"):
-        commands.run("/result 1", talk)
-
-
 def test_what_a_terminal_shows() -> None:
     """Calls as calls, no marks, and no control character of the model's."""
     from rich.console import Console
@@ -214,7 +186,8 @@ def typed(terminal: Terminal, text: str, wanted: str) -> str:
     """
     before = len(terminal.text)
     terminal.type(text)
-    return terminal.expect(f".*{wanted}.*\n>", before)[0]
+    found = terminal.expect(f"{wanted}.*\n>", before)
+    return terminal.text[before : found.end()]
 
 
 def test_on_a_terminal(tmp_path: Path) -> None:

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 from gguf_files import random_model
+from greedy import greedy
 
 from torch_metalmm import load_gguf
 from torch_metalmm.tools import sequence as module
@@ -53,15 +54,6 @@ def answered(session: Session, ids: list[int]) -> tuple[list[int], int]:
     return session._last[1][len(ids) :], answer.kept_tokens
 
 
-def fresh(model: Any, ids: list[int]) -> list[int]:
-    """transformers' own tokens: greedy, from no cache."""
-    with torch.inference_mode():
-        prompt = torch.tensor([ids])
-        mask = torch.ones_like(prompt)
-        out = model.generate(prompt, attention_mask=mask, max_new_tokens=NEW, do_sample=False)
-    return out[0, len(ids) :].tolist()
-
-
 def random_ids(tokenizer: Any, count: int) -> list[int]:
     g = torch.Generator().manual_seed(count)
     return torch.randint(3, len(tokenizer), (count,), generator=g).tolist()
@@ -75,7 +67,7 @@ def test_parts_of_a_prompt_are_turned_as_the_whole(
     monkeypatch.setattr(module, "CHUNK", 8)
     ids = random_ids(tokenizer, count)
     session = Session(phi, tokenizer, Options(max_new_tokens=NEW))
-    assert answered(session, ids) == (fresh(phi, ids), 0)
+    assert answered(session, ids) == (greedy(phi, ids, NEW), 0)
 
 
 def test_a_chat_that_outgrows_the_short_factors(
@@ -89,12 +81,12 @@ def test_a_chat_that_outgrows_the_short_factors(
     for count in (10, 10, 10, 10):  # prompts of 10, 28, 46 and 64 tokens
         chat += random_ids(tokenizer, count)
         new, held = answered(session, chat)
-        assert new == fresh(phi, chat)
+        assert new == greedy(phi, chat, NEW)
         kept.append(held)
         chat += new
     assert kept == [0, 17, 0, 53]  # the last token of an answer is not in the cache
     for ids in (chat[:20], chat[:25], chat[:50], chat[:36]):
-        assert answered(session, ids)[0] == fresh(phi, ids)
+        assert answered(session, ids)[0] == greedy(phi, ids, NEW)
 
 
 @pytest.mark.parametrize("config", [{"use_cache": False}, {"cache_implementation": "static"}])
@@ -103,7 +95,7 @@ def test_a_generation_config_that_speaks_of_caches(
 ) -> None:
     """The cache is the session's; tokens and what is kept are as without it."""
     ids = random_ids(tokenizer, 12)
-    wanted = fresh(phi, ids)
+    wanted = greedy(phi, ids, NEW)
     for name, value in config.items():
         monkeypatch.setattr(phi.generation_config, name, value)
     session = Session(phi, tokenizer, Options(max_new_tokens=NEW))

@@ -14,8 +14,10 @@ from typing import Any
 import pytest
 import torch
 import transformers
+from failing import failure
 from fake_hub import FakeHub
 from gguf_files import random_model
+from greedy import greedy_text
 from peft import LoraConfig, get_peft_model
 from places import ROOT
 
@@ -49,13 +51,6 @@ def run(capsys: pytest.CaptureFixture[str], *arguments: object) -> dict[str, Any
     assert out.count("\n") == 1
     found: dict[str, Any] = json.loads(out)
     return found
-
-
-def failure(capsys: pytest.CaptureFixture[str], *arguments: object) -> str:
-    assert main([str(a) for a in arguments]) == 1
-    out, err = capsys.readouterr()
-    assert out == "" and err.startswith("metalmm: error: ") and err.count("\n") == 1
-    return err
 
 
 def test_statistics(capsys: pytest.CaptureFixture[str], gguf: Path) -> None:
@@ -120,10 +115,7 @@ def test_the_chat_template_gets_system_and_tools(
     )
     ids = tokenizer(text).input_ids
     assert run(capsys, "x", *flags)["prompt_tokens"] == len(ids)
-    with torch.inference_mode():
-        out = model.generate(torch.tensor([ids]), max_new_tokens=4, do_sample=False)
-    wanted = tokenizer.decode(out[0, len(ids) :], skip_special_tokens=True).rstrip("\ufffd")
-    assert run(capsys, "x", *flags)["text"] == wanted
+    assert run(capsys, "x", *flags)["text"] == greedy_text(model, tokenizer, ids, 4)
     (tmp_path / "tools.json").write_text('{"name": "f"}')
     assert "tools.json: must be a list of" in failure(capsys, "generate", "x", *flags)
     assert "which --raw does not apply" in failure(capsys, "generate", "x", "--raw", *flags)
@@ -155,12 +147,10 @@ def test_flags_without_an_effect_are_refused_before_loading(
 
 def test_a_repeat_penalty_and_a_stop(capsys: pytest.CaptureFixture[str], gguf: Path) -> None:
     model, tokenizer = load_gguf(gguf)
-    ids = tokenizer("hello", return_tensors="pt").input_ids
-    with torch.inference_mode():
-        out = model.generate(ids, max_new_tokens=4, do_sample=False, repetition_penalty=9.0)
-    wanted = tokenizer.decode(out[0, ids.shape[1] :], skip_special_tokens=True)
+    ids = tokenizer("hello").input_ids
+    wanted = greedy_text(model, tokenizer, ids, 4, repetition_penalty=9.0)
     said = run(capsys, "hello", "-m", gguf, "--raw", "--repeat-penalty", "9")
-    assert said["text"] == wanted.rstrip("\ufffd") != run(capsys, "hello", "-m", gguf)["text"]
+    assert said["text"] == wanted != run(capsys, "hello", "-m", gguf)["text"]
 
 
 def test_an_adapter_and_a_draft(
@@ -172,10 +162,7 @@ def test_an_adapter_and_a_draft(
         model, LoraConfig(target_modules=["q_proj", "v_proj"], init_lora_weights=False)
     )
     tuned.save_pretrained(tmp_path / "adapter")
-    ids = tokenizer("hello", return_tensors="pt").input_ids
-    with torch.inference_mode():
-        out = tuned.generate(input_ids=ids, max_new_tokens=4, do_sample=False)
-    wanted = tokenizer.decode(out[0, ids.shape[1] :], skip_special_tokens=True).rstrip("\ufffd")
+    wanted = greedy_text(tuned, tokenizer, tokenizer("hello").input_ids, 4)
     flags = ("--raw", "-m", gguf, "--adapter", tmp_path / "adapter")
     plain = run(capsys, "hello", *flags[:3])["text"]
     assert run(capsys, "hello", *flags)["text"] == wanted != plain

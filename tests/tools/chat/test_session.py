@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 from gguf_files import random_model
+from greedy import greedy_chat
 from layer_models import small
 from mtp_models import with_nextn
 
@@ -52,22 +53,11 @@ def fresh(real: Models, messages: list[dict[str, Any]], most: int = 8) -> str:
     """transformers' own answer to the chat: greedy, its template, no cache from before."""
     key = json.dumps((messages, most))
     if key not in _FRESH:
-        _FRESH[key] = _generated(real, messages, most)
+        _FRESH[key] = greedy_chat(*real[:2], messages, most)
     return _FRESH[key]
 
 
 _FRESH = dict[str, str]()  # several tests ask the same
-
-
-def _generated(real: Models, messages: list[dict[str, Any]], most: int) -> str:
-    model, tokenizer, _ = real
-    given = tokenizer.apply_chat_template(
-        messages, add_generation_prompt=True, return_tensors="pt", return_dict=True
-    )
-    with torch.inference_mode():
-        out = model.generate(**given, max_new_tokens=most, do_sample=False)
-    new = out[0, given["input_ids"].shape[1] :]
-    return str(tokenizer.decode(new, skip_special_tokens=True))
 
 
 @contextmanager

@@ -17,15 +17,12 @@ GOOD = "{% for m in messages %}[{{ m.role }}]{{ m.content }}{{ eos_token }}{% en
 HELLO = [{"role": "user", "content": "hello"}]
 ENDLESS = {
     "loops": "{% for i in range(9999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}",
-    "a power of variables": "{% set a = 9 %}{{ a ** (a ** a) }}",
     "a power of constants": "{{ 9 ** (9 ** 9) }}",
 }
 LARGE = {
     # Each piece is one that a kernel grants; 10**11 bytes at once it may refuse by itself.
     "pieces": "{% for i in range(99999) %}{{ 'a' * (1000000 + i) }}{% endfor %}",
-    "a product": "{% set n = 3 * 10 ** 9 %}{{ 'a' * n }}",
-    "a product of constants": "{{ 'a' * 3 * 10 ** 9 }}",
-    "a width": "{% set n = 3 * 10 ** 9 %}{{ 'a'.ljust(n) | length }}",
+    "a product of constants": "{{ 'a' * 3 * 10 ** 9 }}",  # as the template is compiled
 }
 
 

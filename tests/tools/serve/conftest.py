@@ -6,8 +6,9 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
+from answered import endless
 from gguf_files import random_model
-from serving import CONTEXT, DESCRIPTORS, ORIGIN, Served, descriptors, serving
+from serving import CONTEXT, DESCRIPTORS, KEY, ORIGIN, Served, descriptors, serving
 
 from torch_metalmm import load_gguf
 from torch_metalmm.tools.generate import demo_model
@@ -32,6 +33,20 @@ def smol() -> Iterator[Served]:
     pytest.importorskip("uvicorn")
     with serving("--name", "smol", "--parallel", "4", "--queue", "2") as found:
         yield found
+
+
+@pytest.fixture(scope="session")
+def client(smol: Served) -> Iterator[Any]:
+    """OpenAI's package, which asks SmolLM2."""
+    module = pytest.importorskip("openai")
+    with module.OpenAI(base_url=f"{smol.url}/v1", api_key=KEY, max_retries=0) as found:
+        yield found
+
+
+@pytest.fixture(scope="module")
+def loaded(tmp_path_factory: pytest.TempPathFactory) -> tuple[Any, Any]:
+    """A random model, whose answers no token ends, and its tokenizer; of a file of tests."""
+    return endless("llama", tmp_path_factory.mktemp("m"))
 
 
 @pytest.fixture(scope="session")

@@ -15,7 +15,7 @@ from bench.models.served import Server, server
 KEY, OTHER_KEY = "a-key-of-tests", "another"
 # Of the server of a tiny model.
 ORIGIN = "https://chat.example:8080"
-CONTEXT, DESCRIPTORS = 256, 512
+CONTEXT, DESCRIPTORS = 256, 256
 
 
 class Served(Server):

@@ -1,18 +1,15 @@
-"""`metalmm serve` with the real SmolLM2 and clients that exist: the package openai, and curl."""
+"""`metalmm serve` with the real SmolLM2 and a client that exists: the package openai."""
 
 from __future__ import annotations
 
-import json
-import shutil
-import subprocess
 import threading
 import time
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
 import torch
-from serving import KEY, Served
+from greedy import greedy_chat
+from serving import Served
 
 openai = pytest.importorskip("openai")
 
@@ -31,26 +28,9 @@ QUESTIONS = (
 
 
 @pytest.fixture(scope="module")
-def client(smol: Served) -> Iterator[Any]:
-    with openai.OpenAI(base_url=f"{smol.url}/v1", api_key=KEY, max_retries=0) as found:
-        yield found
-
-
-@pytest.fixture(scope="module")
 def answers(demo: tuple[Any, Any]) -> dict[str, str]:
     """transformers' own greedy answers, of at most 12 tokens."""
-    model, tokenizer = demo
-    found = {}
-    for question in QUESTIONS:
-        chat = [{"role": "user", "content": question}]
-        given = tokenizer.apply_chat_template(
-            chat, add_generation_prompt=True, return_tensors="pt", return_dict=True
-        )
-        with torch.inference_mode():
-            out = model.generate(**given, max_new_tokens=12, do_sample=False)
-        new = out[0, given["input_ids"].shape[1] :]
-        found[question] = str(tokenizer.decode(new, skip_special_tokens=True))
-    return found
+    return {q: greedy_chat(*demo, [{"role": "user", "content": q}], 12) for q in QUESTIONS}
 
 
 def chat(client: Any, smol: Served, question: str = QUESTIONS[0], **options: Any) -> Any:
@@ -150,24 +130,6 @@ def test_embeddings_of_a_model_that_generates(client: Any, smol: Served) -> None
     assert found.shape == (3, 576) and int(near.argmax()) == 0
     assert near[1] > near[2]
     torch.testing.assert_close(near[0], torch.tensor(1.0))
-
-
-def test_curl(smol: Served) -> None:
-    if shutil.which("curl") is None:
-        pytest.skip("no curl here")
-    body = {"model": smol.name, "messages": [{"role": "user", "content": "Hi"}], "max_tokens": 3}
-    command = [
-        "curl",
-        "-sN",
-        f"{smol.url}/v1/chat/completions",
-        "-H",
-        f"Authorization: Bearer {KEY}",
-    ]
-    command += ["--json", json.dumps(body | {"stream": True})]
-    out = subprocess.run(command, capture_output=True, text=True, check=True).stdout
-    events = [line for line in out.splitlines() if line]
-    assert all(line.startswith("data: ") for line in events) and events[-1] == "data: [DONE]"
-    json.loads(events[0].removeprefix("data: "))
 
 
 # ---- a client that goes

@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import json
-from pathlib import Path
+from contextlib import closing
 from typing import Any
 
 import pytest
-from gguf_files import random_model
 
-from torch_metalmm import load_gguf
 from torch_metalmm.tools.chat.template import Template
 from torch_metalmm.tools.serve.errors import ApiError
 from torch_metalmm.tools.serve.prompts import Prompts
@@ -18,14 +16,13 @@ from torch_metalmm.tools.serve.schema import Chat, Completion, Embedding, parse
 pytest.importorskip("pydantic")
 
 
-def test_a_text_with_a_token_beyond_the_models(tmp_path: Path) -> None:
+def test_a_text_with_a_token_beyond_the_models(loaded: tuple[Any, Any]) -> None:
     """Tokenizers may have more tokens than the model has rows."""
-    model, tokenizer = load_gguf(random_model(tmp_path / "m.gguf", "llama"))
+    model, tokenizer = loaded
     tokenizer.add_tokens(["<beyond>"])
     assert len(tokenizer) > model.config.vocab_size
     tokenizer.chat_template = "{{ messages[0].content }}"
-    template = Template()
-    try:
+    with closing(Template()) as template:
         prompts = Prompts(model, tokenizer, template, None, None)
         messages = [{"role": "user", "content": "a<beyond>"}]
         for name, tokens in (
@@ -38,8 +35,6 @@ def test_a_text_with_a_token_beyond_the_models(tmp_path: Path) -> None:
         tokenizer.chat_template = "{{ '\\ud800' }}"
         with pytest.raises(ApiError, match="messages: the text has half a surrogate pair"):
             prompts.of_chat(Chat(messages=messages))
-    finally:
-        template.close()
 
 
 MANY = 50_000

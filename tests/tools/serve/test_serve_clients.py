@@ -24,21 +24,14 @@ SCHEMA = {
 # ---- openai's responses
 
 
-@pytest.fixture(scope="module")
-def openai(smol: Served) -> Iterator[Any]:
-    module = pytest.importorskip("openai")
-    with module.OpenAI(base_url=f"{smol.url}/v1", api_key=KEY, max_retries=0) as found:
-        yield found
-
-
-def respond(openai: Any, **fields: Any) -> Any:
-    return openai.responses.create(
+def respond(client: Any, **fields: Any) -> Any:
+    return client.responses.create(
         **{"model": "smol", "input": QUESTION, "temperature": 0} | fields
     )
 
 
-def test_responses(openai: Any) -> None:
-    answer = respond(openai)
+def test_responses(client: Any) -> None:
+    answer = respond(client)
     assert (answer.status, answer.output_text) == ("completed", ANSWER)
     assert answer.usage.total_tokens == answer.usage.input_tokens + answer.usage.output_tokens
     # What was said before, of every kind.
@@ -50,13 +43,13 @@ def test_responses(openai: Any) -> None:
         {"type": "function_call_output", "call_id": "a", "output": "none"},
         {"role": "user", "content": [{"type": "input_text", "text": QUESTION}]},
     ]
-    cut = respond(openai, input=history, instructions="You answer.", max_output_tokens=2)
+    cut = respond(client, input=history, instructions="You answer.", max_output_tokens=2)
     assert (cut.status, cut.incomplete_details.reason) == ("incomplete", "max_output_tokens")
     assert cut.usage.output_tokens == 2 and cut.usage.input_tokens > answer.usage.input_tokens
 
 
-def test_a_stream_of_responses(openai: Any) -> None:
-    events = list(respond(openai, stream=True))
+def test_a_stream_of_responses(client: Any) -> None:
+    events = list(respond(client, stream=True))
     assert [event.sequence_number for event in events] == [*range(len(events))]
     kinds = [event.type.removeprefix("response.") for event in events]
     deltas = [event.delta for event in events if event.type == "response.output_text.delta"]
@@ -65,26 +58,26 @@ def test_a_stream_of_responses(openai: Any) -> None:
     ends = ["output_text.done", "content_part.done", "output_item.done", "completed"]
     assert kinds[4:] == ["output_text.delta"] * len(deltas) + ends
     assert events[-1].response.output_text == ANSWER
-    with openai.responses.stream(model="smol", input=QUESTION, temperature=0) as stream:
+    with client.responses.stream(model="smol", input=QUESTION, temperature=0) as stream:
         assert stream.get_final_response().output_text == ANSWER
 
 
-def test_calls_of_responses(openai: Any) -> None:
+def test_calls_of_responses(client: Any) -> None:
     tools = [{"type": "function", "name": "go", "parameters": SCHEMA}, {"type": "web_search"}]
     given = {"tools": tools, "tool_choice": "required"}
-    (call,) = respond(openai, **given).output
+    (call,) = respond(client, **given).output
     assert (call.type, call.name, call.status) == ("function_call", "go", "completed")
     assert json.loads(call.arguments)["city"] in ("Oslo", "Rome")
-    events = list(respond(openai, **given, stream=True))
+    events = list(respond(client, **given, stream=True))
     kinds = [event.type.removeprefix("response.") for event in events][2:]
     call_events = ["function_call_arguments.delta", "function_call_arguments.done"]
     assert kinds == ["output_item.added", *call_events, "output_item.done", "completed"]
     assert json.loads(events[3].delta) == json.loads(events[-1].response.output[0].arguments)
 
 
-def test_responses_of_a_schema(openai: Any) -> None:
+def test_responses_of_a_schema(client: Any) -> None:
     text = {"format": {"type": "json_schema", "name": "x", "strict": True, "schema": SCHEMA}}
-    assert json.loads(respond(openai, text=text).output_text)["city"] in ("Oslo", "Rome")
+    assert json.loads(respond(client, text=text).output_text)["city"] in ("Oslo", "Rome")
 
 
 @pytest.mark.parametrize(

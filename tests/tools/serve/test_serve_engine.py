@@ -14,6 +14,7 @@ import pytest
 import torch
 from answered import answered
 from gguf_files import random_model
+from greedy import greedy
 from layer_models import SHARED, VOCABULARY, small
 
 from bench.models.families import family
@@ -32,20 +33,7 @@ pytest.importorskip("anyio")
 
 LENGTHS = (5, 50, 17, 90, 3)
 NEW = 12
-
-
-def alone(model: Any, ids: list[int], new: int) -> list[int]:
-    """transformers' own greedy tokens."""
-    given = torch.tensor([ids])
-    with torch.inference_mode():
-        out = model.generate(
-            given,
-            attention_mask=torch.ones_like(given),
-            max_new_tokens=new,
-            do_sample=False,
-            eos_token_id=None,
-        )
-    return [int(token) for token in out[0, len(ids) :]]
+MEMORY = 1 << 25  # bytes; a quarter of a machine is millions of states of small models
 
 
 @pytest.mark.parametrize(
@@ -69,28 +57,25 @@ def test_answers_that_join_and_leave(
     [("gemma4_text", True, None), ("gemma4_text", False, "q8_0"), ("gemma3n_text", True, "q8_0")],
 )
 def test_layers_that_read_rows_of_others(
-    tmp_path: Path, kind: str, fused: bool, cache: str | None
+    loaded: Any, kind: str, fused: bool, cache: str | None
 ) -> None:
-    _, tokenizer = load_gguf(random_model(tmp_path / "m.gguf", "llama"))
-    check_answers(small(kind, **SHARED, max_position_embeddings=256), tokenizer, fused, cache)
+    check_answers(small(kind, **SHARED, max_position_embeddings=256), loaded[1], fused, cache)
 
 
 @pytest.mark.parametrize(
     "kind", ["qwen3_next", "falcon_h1", "bamba", "granitemoehybrid", "nemotron_h"]
 )
-def test_families_with_states(tmp_path: Path, kind: str) -> None:
-    _, tokenizer = load_gguf(random_model(tmp_path / "m.gguf", "llama"))
-    check_answers(family(kind), tokenizer, True, "q8_0")
+def test_families_with_states(loaded: Any, kind: str) -> None:
+    check_answers(family(kind), loaded[1], True, "q8_0")
 
 
-def test_a_prompt_of_one_token_is_no_step(tmp_path: Path) -> None:
+def test_a_prompt_of_one_token_is_no_step(loaded: Any) -> None:
     """Nemotron-H limits dt otherwise in a prompt than in a step, of which a recording is known."""
-    _, tokenizer = load_gguf(random_model(tmp_path / "m.gguf", "llama"))
-    model = fuse_(family("nemotron_h"))
+    model, tokenizer = fuse_(family("nemotron_h")), loaded[1]
     model.generation_config.eos_token_id = None
     job = Job("", [5], Options(max_new_tokens=6), None, lambda _: None)
-    wanted = answered(Batch(model, tokenizer, 1, "q8_0"), [job])[id(job)]
-    warm = Batch(model, tokenizer, 1, "q8_0")
+    wanted = answered(Batch(model, tokenizer, 1, "q8_0", MEMORY), [job])[id(job)]
+    warm = Batch(model, tokenizer, 1, "q8_0", MEMORY)
     for _ in range(4):
         answered(warm, [Job("", [7, 9, 11], Options(max_new_tokens=NEW), None, lambda _: None)])
     assert replayed(model).replays > NEW  # type: ignore[union-attr]
@@ -107,16 +92,16 @@ def check_answers(model: Any, tokenizer: Any, fused: bool, cache: str | None) ->
     for i, length in enumerate(LENGTHS):
         ids = [int(token) for token in torch.randint(3, VOCABULARY, (length,))]
         jobs.append(Job("", ids, Options(max_new_tokens=NEW + 3 * i), None, told[i].append))
-    together = answered(Batch(model, tokenizer, 4, cache), jobs)
+    together = answered(Batch(model, tokenizer, 4, cache, MEMORY), jobs)
     if fused:  # the steps are few kinds, on memory that stays
         assert replayed(model).replays > NEW  # type: ignore[union-attr]
     for i, job in enumerate(jobs):
         assert told[i][-1] == Finish("length", len(job.ids), 0, NEW + 3 * i)
-        by_itself = answered(Batch(model, tokenizer, 1, cache), [job])[id(job)]
+        by_itself = answered(Batch(model, tokenizer, 1, cache, MEMORY), [job])[id(job)]
         assert all(map(torch.equal, together[id(job)], by_itself))
         if cache is None:
-            greedy = [int(logits.argmax()) for logits in by_itself]
-            assert greedy == alone(model, job.ids, NEW + 3 * i)
+            likeliest = [int(logits.argmax()) for logits in by_itself]
+            assert likeliest == greedy(model, job.ids, NEW + 3 * i, eos_token_id=None)
 
 
 def test_what_cannot_share_steps(tmp_path: Path) -> None:
@@ -125,24 +110,15 @@ def test_what_cannot_share_steps(tmp_path: Path) -> None:
     assert not can_share(model)
 
 
-def tiny(tmp_path: Path) -> tuple[Any, Any]:
-    model, tokenizer = load_gguf(random_model(tmp_path / "m.gguf", "llama"))
-    model.generation_config.eos_token_id = None
-    return model, tokenizer
-
-
 def submit(engine: Engine, request: Job | Task) -> None:
     engine.reserve()
     engine.submit(request)
 
 
 @pytest.mark.parametrize("kind", ("batch", "single"))
-def test_a_cancelled_answer_frees_its_place(tmp_path: Path, kind: str) -> None:
+def test_a_cancelled_answer_frees_its_place(loaded: Any, kind: str) -> None:
     """At its next token; the one that waits is answered, and errors reach who asked."""
-    model, tokenizer = tiny(tmp_path)
-    runner: Any = Batch(model, tokenizer, 1)
-    if kind == "single":
-        runner = Single(Session(model, tokenizer, Options()))
+    runner: Any = Batch(*loaded, 1) if kind == "batch" else Single(Session(*loaded, Options()))
     engine = Engine(runner, queue=1)
     first, second = threading.Event(), threading.Event()
     count: list[Any] = []
@@ -178,9 +154,9 @@ def test_a_cancelled_answer_frees_its_place(tmp_path: Path, kind: str) -> None:
     assert closed.value.status == 503
 
 
-def test_a_task_has_parts(tmp_path: Path) -> None:
+def test_a_task_has_parts(loaded: Any) -> None:
     """Answers go on between them; it ends where it is cancelled, and with the engine."""
-    engine = Engine(Batch(*tiny(tmp_path), 1), queue=2)
+    engine = Engine(Batch(*loaded, 1), queue=2)
     ended, told = [threading.Event() for _ in range(2)], list[Any]()
 
     def endless(i: int) -> Generator[None, None, None]:
@@ -219,11 +195,11 @@ def test_a_task_has_parts(tmp_path: Path) -> None:
     assert isinstance(told[1], ApiError) and told[1].status == 503
 
 
-def test_a_place_is_kept_for_what_is_prepared(tmp_path: Path) -> None:
+def test_a_place_is_kept_for_what_is_prepared(loaded: Any) -> None:
     """And the time that this takes is of the request."""
     from torch_metalmm.tools.serve.feed import Feed
 
-    engine = Engine(Batch(*tiny(tmp_path), 1), queue=1)
+    engine = Engine(Batch(*loaded, 1), queue=1)
 
     async def ask() -> None:
         feeds = [Feed(engine, 0.1) for _ in range(2)]
@@ -249,11 +225,11 @@ def test_a_place_is_kept_for_what_is_prepared(tmp_path: Path) -> None:
     asyncio.run(ask())
 
 
-def test_a_deadline(tmp_path: Path) -> None:
+def test_a_deadline(loaded: Any) -> None:
     """What still waits when its time is over is told so, and waits no more."""
     from torch_metalmm.tools.serve.feed import Feed
 
-    engine = Engine(Batch(*tiny(tmp_path), 1), queue=1)
+    engine = Engine(Batch(*loaded, 1), queue=1)
     engine.start()
     begun, go = threading.Event(), threading.Event()
 

@@ -2,24 +2,22 @@
 
 from __future__ import annotations
 
+import copy
 import json
 import logging
 import math
 import urllib.request
-from pathlib import Path
+from contextlib import closing
 from typing import Any
 
 import pytest
 import torch
 from answered import answered, run
-from gguf_files import random_model
 from serving import CONTEXT, KEY, Served
 
-from torch_metalmm import load_gguf
 from torch_metalmm.tools.chat.session import Options, Session
 from torch_metalmm.tools.chat.template import Template
 from torch_metalmm.tools.serve.batch import Batch
-from torch_metalmm.tools.serve.embedding import Embedder
 from torch_metalmm.tools.serve.engine import Job
 from torch_metalmm.tools.serve.errors import ApiError
 from torch_metalmm.tools.serve.prompts import Prompts
@@ -30,11 +28,6 @@ from torch_metalmm.tools.serve.weights import Bias, Scored, Scores
 pytest.importorskip("pydantic")
 
 IDS = [3, 4, 5]
-
-
-@pytest.fixture(scope="module")
-def loaded(tmp_path_factory: pytest.TempPathFactory) -> tuple[Any, Any]:
-    return load_gguf(random_model(tmp_path_factory.mktemp("m") / "m.gguf", "llama"))
 
 
 def complete(tiny: Served, **fields: Any) -> Any:
@@ -197,14 +190,15 @@ def test_no_limit(tiny: Served) -> None:
 # ---- what prompts are made of
 
 
-def test_variables_of_the_chat_template(tmp_path: Path) -> None:
-    model, tokenizer = load_gguf(random_model(tmp_path / "m.gguf", "llama"))
-    tokenizer.chat_template = "{{ enable_thinking }}|{{ reasoning_effort }}|{{ b }}"
-    template = Template()
-    prompts = Prompts(model, tokenizer, template, None, None)
+def test_variables_of_the_chat_template(
+    loaded: tuple[Any, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    text = "{{ enable_thinking }}|{{ reasoning_effort }}|{{ b }}"
+    monkeypatch.setattr(loaded[1], "chat_template", text)
     low: Any = {"reasoning_effort": "low"}
-    try:
-        for fields, text in (
+    with closing(Template()) as template:
+        prompts = Prompts(*loaded, template, None, None)
+        for fields, wanted in (
             ({}, "||"),
             ({"reasoning_effort": "none"}, "False|none|"),
             (low, "True|low|"),
@@ -212,13 +206,11 @@ def test_variables_of_the_chat_template(tmp_path: Path) -> None:
         ):
             given = Chat(messages=[{"role": "user", "content": "Hi"}], **fields)
             given.check()
-            assert prompts.of_chat(given).text == text
-    finally:
-        template.close()
+            assert prompts.of_chat(given).text == wanted
 
 
-def test_a_text_with_a_gap(tmp_path: Path) -> None:
-    model, tokenizer = load_gguf(random_model(tmp_path / "m.gguf", "llama"))
+def test_a_text_with_a_gap(loaded: tuple[Any, Any]) -> None:
+    model, tokenizer = copy.deepcopy(loaded)
     given = Completion(prompt="a", suffix="b")
     given.check()
     with pytest.raises(ApiError, match="^suffix: the model fills no gaps"):
@@ -248,30 +240,6 @@ def test_any_model_s_name(tiny: Served) -> None:
     for name in ("other", None, ""):
         again = complete(tiny, model=name)
         assert again["choices"] == told["choices"] and again["model"] == "tiny"
-
-
-# ---- others
-
-
-def test_vectors_of_fewer_numbers(loaded: tuple[Any, Any]) -> None:
-    """The first ones, again of length 1."""
-    embedder = Embedder(*loaded, "last", None)
-    (whole,) = ended(embedder.vectors([[3, 4]], lambda: False))
-    (short,) = ended(embedder.vectors([[3, 4]], lambda: False, embedder.size_of(5)))
-    wanted = whole[:5].double() / whole[:5].double().norm()
-    # The longer one's own division; 5 products and sums, a root and a division.
-    torch.testing.assert_close(short.double(), wanted, rtol=16 * 2**-24, atol=0)
-    with pytest.raises(ApiError, match="^dimensions: "):
-        embedder.size_of(len(whole) + 1)
-
-
-def ended(work: Any) -> Any:
-    with torch.inference_mode():
-        while True:
-            try:
-                next(work)
-            except StopIteration as end:
-                return end.value
 
 
 def test_metrics(tiny: Served) -> None:

@@ -10,10 +10,8 @@ from typing import Any
 
 import psutil
 import pytest
-from gguf_files import random_model
 from serving import Served
 
-from torch_metalmm import load_gguf
 from torch_metalmm.tools.serve.errors import ApiError
 from torch_metalmm.tools.serve.tokens import Tokens, bound_of
 
@@ -85,12 +83,6 @@ def test_no_text_is_refused_that_fits(demo: tuple[Any, Any]) -> None:
     assert error.value.code == "context_length_exceeded"
 
 
-@pytest.fixture(scope="module")
-def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Any:
-    """Of a few hundred tokens, of the kind of SmolLM2's."""
-    return load_gguf(random_model(tmp_path_factory.mktemp("m") / "m.gguf", "llama"))[1]
-
-
 @pytest.mark.parametrize(
     ("part", "value", "has"),
     (
@@ -103,23 +95,16 @@ def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Any:
     ),
 )
 def test_tokenizers_that_lose_text_have_no_bound(
-    tokenizer: Any, part: str, value: dict[str, Any], has: bool
+    loaded: tuple[Any, Any], part: str, value: dict[str, Any], has: bool
 ) -> None:
-    from tokenizers import Tokenizer
+    from tokenizers import AddedToken, Tokenizer
     from transformers import PreTrainedTokenizerFast
 
-    said = json.loads(tokenizer.backend_tokenizer.to_str()) | {part: value}
+    said = json.loads(loaded[1].backend_tokenizer.to_str()) | {part: value}
     made = PreTrainedTokenizerFast(tokenizer_object=Tokenizer.from_str(json.dumps(said)))
     assert (bound_of(made) is not None) == has
-    made.add_tokens([taking_spaces()])
+    made.add_tokens([AddedToken("<end>", rstrip=True)])  # takes the spaces behind it, however many
     assert bound_of(made) is None
-
-
-def taking_spaces() -> Any:
-    """A token that takes the spaces behind it, however many."""
-    from tokenizers import AddedToken
-
-    return AddedToken("<end>", rstrip=True)
 
 
 def test_one_text_at_a_time(demo: tuple[Any, Any], monkeypatch: pytest.MonkeyPatch) -> None:

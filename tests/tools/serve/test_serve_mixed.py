@@ -10,13 +10,11 @@ from typing import Any
 
 import psutil
 import pytest
-import torch
-from answered import endless, pool
+from answered import pool, run
 from backends import CASES
 
 from torch_metalmm.hf.caches.pages import SLOTS
 from torch_metalmm.tools.chat.session import Options
-from torch_metalmm.tools.serve.batch import Batch
 from torch_metalmm.tools.serve.engine import Finish, Job
 
 COUNT = 2000 if CASES == "all" else 40
@@ -42,20 +40,6 @@ def request(draw: random.Random, heads: list[list[int]], told: list[Any]) -> Job
     return job
 
 
-def run(batch: Batch, jobs: list[Job], resident: list[int] | None = None) -> None:
-    """Each as soon as there is a place. resident: gets the process's bytes, after WARM and all."""
-    waiting = jobs[::-1]
-    with torch.inference_mode():
-        while waiting or batch.is_busy():
-            while waiting and batch.room():
-                batch.take(waiting.pop())
-                if resident is not None and len(waiting) == len(jobs) - WARM:
-                    resident.append(psutil.Process().memory_info().rss)
-            batch.step()
-    if resident is not None:
-        resident.append(psutil.Process().memory_info().rss)
-
-
 def requests(told: list[list[Any]]) -> list[Job]:
     draw = random.Random(8)
     heads = [draw.choices(range(3, 300), k=n) for n in (64, 130, 200, 300)]
@@ -63,16 +47,11 @@ def requests(told: list[list[Any]]) -> list[Job]:
 
 
 @pytest.fixture(scope="module")
-def loaded(tmp_path_factory: pytest.TempPathFactory) -> tuple[Any, Any]:
-    return endless("llama", tmp_path_factory.mktemp("m"))
-
-
-@pytest.fixture(scope="module")
 def alone(loaded: tuple[Any, Any]) -> list[list[Any]]:
     """What each is told that has an empty cache for itself, and does not leave."""
     told = [list[Any]() for _ in range(COUNT)]
     for job, own in zip(requests([[] for _ in told]), told, strict=True):
-        run(pool(loaded, 1, 16), [Job("", job.ids, job.options, job.seed, own.append)])
+        run(pool(loaded, 1, 16), Job("", job.ids, job.options, job.seed, own.append))
     return told
 
 
@@ -83,7 +62,9 @@ def test_mixed_requests(loaded: tuple[Any, Any], alone: list[list[Any]], lookup:
     slots = sum(len(job.ids) + int(job.options.max_new_tokens or 0) for job in jobs)
     count = slots // SLOTS // 10
     batch, resident = pool(loaded, 4, count, lookup), list[int]()
-    run(batch, jobs, resident)
+    for some in (jobs[:WARM], jobs[WARM:]):
+        run(batch, *some)
+        resident.append(psutil.Process().memory_info().rss)
     pages = batch.cache.pages
     assert pages.available == pages.count == count and len(pages._known) <= count
     assert resident[1] <= 1.05 * resident[0]

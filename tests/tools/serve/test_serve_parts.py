@@ -14,14 +14,10 @@ from torch_metalmm.models.fuse.layers import fused_layer
 from torch_metalmm.tools.chat.session import Options, Session
 from torch_metalmm.tools.serve.embedding import Embedder
 from torch_metalmm.tools.serve.engine import Job, stoppable
+from torch_metalmm.tools.serve.errors import ApiError
 from torch_metalmm.tools.serve.single import Single
 
 LONG = [4 + i % 60 for i in range(1500)]  # tokens, more than a part has
-
-
-@pytest.fixture(scope="module")
-def loaded(tmp_path_factory: pytest.TempPathFactory) -> tuple[Any, Any]:
-    return load_gguf(random_model(tmp_path_factory.mktemp("m") / "m.gguf", "llama"))
 
 
 def bert() -> Any:
@@ -33,9 +29,11 @@ def bert() -> Any:
     return BertModel(config).eval()
 
 
-def vectors_of(embedder: Embedder, texts: list[list[int]]) -> tuple[list[torch.Tensor], int]:
+def vectors_of(
+    embedder: Embedder, texts: list[list[int]], size: int | None = None
+) -> tuple[list[torch.Tensor], int]:
     """The vectors, and how often others could have had a turn."""
-    work, pauses = embedder.vectors(texts, lambda: False), 0
+    work, pauses = embedder.vectors(texts, lambda: False, size), 0
     with torch.inference_mode():
         while True:
             try:
@@ -80,6 +78,18 @@ def test_a_long_text(loaded: tuple[Any, Any], kind: str, pooling: str, tmp_path:
         states = getattr(model, "base_model", model)(input_ids=given).last_hidden_state[0].float()
     one = {"mean": states.mean(0), "cls": states[0], "last": states[-1]}[pooling]
     torch.testing.assert_close(found, torch.nn.functional.normalize(one, dim=0))
+
+
+def test_vectors_of_fewer_numbers(loaded: tuple[Any, Any]) -> None:
+    """The first ones, again of length 1."""
+    embedder = Embedder(*loaded, "last", None)
+    (whole,), _ = vectors_of(embedder, [[3, 4]])
+    (short,), _ = vectors_of(embedder, [[3, 4]], embedder.size_of(5))
+    wanted = whole[:5].double() / whole[:5].double().norm()
+    # The longer one's own division; 5 products and sums, a root and a division.
+    torch.testing.assert_close(short.double(), wanted, rtol=16 * 2**-24, atol=0)
+    with pytest.raises(ApiError, match="^dimensions: "):
+        embedder.size_of(len(whole) + 1)
 
 
 def test_a_client_that_leaves_in_a_forward(loaded: tuple[Any, Any]) -> None:

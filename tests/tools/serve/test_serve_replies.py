@@ -22,12 +22,16 @@ ONE_CALL = Calls([{}], [], is_forced=False, are_many=False)
 FORCED = Calls([{}], [], is_forced=True, are_many=False)
 
 
+def pieces(text: str, size: int) -> list[str]:
+    return [text[start : start + size] for start in range(0, len(text), size)]
+
+
 def told(text: str, size: int, calls: Calls = CALLS, prompt: str = "") -> tuple[Any, list[Any]]:
     """(the choice of an answer that comes in pieces of this size, its chunks)."""
     reply = ChatReply(0, str, prompt, calls)
     chunks = []
-    for start in range(0, len(text), size):
-        chunks += list(reply.feed(text[start : start + size]))
+    for piece in pieces(text, size):
+        chunks += list(reply.feed(piece))
     chunks += list(reply.feed(Finish("stop", 1, 0, 1)))
     return reply.whole(), chunks
 
@@ -110,8 +114,8 @@ THOUGHT_AND_CALLS = (
 def streamed(reply: Any, text: str, size: int, end: Finish) -> list[Any]:
     """The events of an answer that comes in pieces of this size."""
     events = [*reply.first()]
-    for start in range(0, len(text), size):
-        events += reply.feed(0, text[start : start + size])
+    for piece in pieces(text, size):
+        events += reply.feed(0, piece)
     events += [*reply.feed(0, end), *reply.last()]
     return [json.loads(event.partition("data: ")[2]) for event in events]
 
@@ -192,8 +196,8 @@ def test_ollama_tells_thoughts_and_calls() -> None:
     for size in (1, 7, len(text)):
         reply = OllamaReply("m", ChatReply(0, str, "", CALLS))
         lines = [*reply.first()]
-        for start in range(0, len(text), size):
-            lines += reply.feed(0, text[start : start + size])
+        for piece in pieces(text, size):
+            lines += reply.feed(0, piece)
         lines += [*reply.feed(0, Finish("stop", 3, 0, 4)), *reply.last()]
         assert all(line.splitlines() == [line[:-1]] for line in lines)
         *parts, end = map(json.loads, lines)

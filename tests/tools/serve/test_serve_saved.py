@@ -27,11 +27,6 @@ NEW = 5
 
 
 @pytest.fixture(scope="module")
-def loaded(tmp_path_factory: pytest.TempPathFactory) -> tuple[Any, Any]:
-    return endless("llama", tmp_path_factory.mktemp("m"))
-
-
-@pytest.fixture(scope="module")
 def recurrent(tmp_path_factory: pytest.TempPathFactory) -> tuple[Any, Any]:
     return endless("qwen35 fused", tmp_path_factory.mktemp("r"))
 

@@ -142,7 +142,7 @@ def test_more_half_requests_than_descriptors(tiny: Served) -> None:
     with ExitStack() as opened:
         opened.enter_context(descriptors(2 * DESCRIPTORS))
         host, port = tiny.url.removeprefix("http://").split(":")
-        for _ in range(DESCRIPTORS + 200):
+        for _ in range(DESCRIPTORS + 100):
             one = opened.enter_context(socket.create_connection((host, int(port)), 30))
             one.sendall(HALF)
         begun = time.monotonic()

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from answered import endless, run
+from answered import run
 
 from torch_metalmm.tools.chat.session import Options, Session
 from torch_metalmm.tools.serve.batch import Batch
@@ -17,11 +17,6 @@ from torch_metalmm.tools.serve.single import Single
 
 NEW = 12
 IDS = [3, 4, 5]
-
-
-@pytest.fixture(scope="module")
-def loaded(tmp_path_factory: pytest.TempPathFactory) -> tuple[Any, Any]:
-    return endless("llama", tmp_path_factory.mktemp("m"))
 
 
 def job(told: list[Any], ids: list[int] = IDS, **options: Any) -> Job:
