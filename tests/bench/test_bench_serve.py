@@ -48,9 +48,11 @@ def test_an_answer_of_fewer_tokens_is_an_error(started: served.Server) -> None:
 def test_turns_of_conversations(
     tmp_path: Path, started: served.Server, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Each reads what is new, and what lies in no whole page."""
+    """Each reads what is new, and what lies in no whole page, beside the server or its peer."""
     monkeypatch.setattr(conversations, "server", lambda *_: nullcontext(started))
-    records = records_of(tmp_path, "serve", "--turns", "3")
-    (r,) = [r for r in records if r["kind"] == "serve-turns"]
-    assert r["read_second"] == r["read_end"] == 64 + 32
-    assert r["tokens"] == 224 + 2 * 64 and r["ratio"] > 0 and r["tokens_s"] > 0
+    records = records_of(tmp_path, "serve", "--turns", "3", "--peer", str(started.port))
+    ways = {r["way"]: r for r in records if r["kind"] == "serve-turns"}
+    assert set(ways) == {"metalmm", "peer"}
+    for r in ways.values():
+        assert r["read_second"] == r["read_end"] == 64 + 32
+        assert r["tokens"] == 224 + 2 * 64 and r["ratio"] > 0 and r["tokens_s"] > 0
