@@ -116,6 +116,7 @@ OPTIONS = {
     "parts": Option(",".join(cache_cost.PARTS), normal="bytes,quality"),
     "turns": Option("instead: conversations of four clients, of so many turns", int),
     "model": Option("--turns: a file or folder; else SmolLM2", Path),
+    "peer": Option("--turns: the port of another server of the model on this machine", int),
     "write": Option("bring the committed tables up to date", bool),
     "kernels": Option("names or patterns, as 'gemv_*_f16'", nargs="*", positional=True),
     "metal": Option("another folder with the files of metal/", Path),
@@ -244,7 +245,7 @@ MEASURES = {
     "serve": Command(
         "models.served",
         "HTTP beside generate(), and four clients at once",
-        RUN + "turns model",
+        RUN + "turns model peer",
         modes={"turns": ("models.conversations", {"repetitions": 5}, {"repetitions": 1})},
     ),
     "roof": Command("roofs.roof", "DRAM read and f32 multiply-add, all candidates", ON_DEVICE),

@@ -342,6 +342,7 @@ KINDS: dict[str, tuple[str, tuple[Column, ...]]] = {
     "serve-turns": (
         "{model}: {clients} conversations of {turns} turns, {tokens} tokens at the end",
         (
+            ("server", "way", str),
             *(
                 column
                 for turn, at in (("turn 2", "second"), ("the last turn", "end"))

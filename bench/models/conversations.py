@@ -1,12 +1,16 @@
 """`python -m bench serve --turns N`: conversations of four clients at once, each turn longer.
 
 At every turn all clients send what was said, and as many new tokens as at every other turn; they
-do so at the same moment, and the next turn begins when all are answered.
+do so at the same moment, and the next turn begins when all are answered. With --peer another server
+of the same model, as llama.cpp's `llama-server -m FILE -np 4 -c 16384 --port PORT`, has such
+conversations in turns with it.
 """
 
 from __future__ import annotations
 
+import json
 import random
+import urllib.request
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from itertools import count
@@ -17,7 +21,7 @@ from torch_metalmm.tools.generate import demo_model, load_model
 from ..runner import Record, Run
 from ..tables import status
 from ..timing import Timing
-from .served import CLIENTS, Server, Streamed, server, streamed
+from .served import CLIENTS, Streamed, server, streamed
 
 NEW = 32  # tokens of an answer
 FIRST, GROWTH = 224, 64  # tokens of the first prompt, and by which each is longer than the last
@@ -34,11 +38,16 @@ def run(run: Run) -> Iterator[Record]:
     tokenizer = load_model(path, "cpu", None)[1]
     words = one_token_words(tokenizer)
     with server(str(path), "--threads", str(run.args.threads)) as started:
-        found = list[Turns]()
+        ports = {"metalmm": started.port}
+        if run.args.peer is not None:
+            ports["peer"] = run.args.peer
+        found: dict[str, list[Turns]] = {way: [] for way in ports}
         for repetition in range(run.args.repetitions):
-            status(f"conversations {repetition + 1} of {run.args.repetitions}")
-            found.append(conversations(started, tokenizer, words, turns))
-        yield record(path.name, turns, found)
+            for way in random.sample(sorted(ports), len(ports)):
+                status(f"conversations {repetition + 1} of {run.args.repetitions}: {way}")
+                found[way].append(conversations(ports[way], tokenizer, words, turns))
+        for way, runs in found.items():
+            yield record(path.name, way, turns, runs)
 
 
 def one_token_words(tokenizer: Any) -> list[str]:
@@ -47,7 +56,9 @@ def one_token_words(tokenizer: Any) -> list[str]:
     return [t for t in texts if t[0] == " " and t[1:].isalpha() and t.isascii() and t.islower()]
 
 
-def conversations(started: Server, tokenizer: Any, words: list[str], turns: int) -> Turns:
+def conversations(port: int, tokenizer: Any, words: list[str], turns: int) -> Turns:
+    with urllib.request.urlopen(f"http://127.0.0.1:{port}/v1/models", timeout=60) as answer:
+        name = json.load(answer)["data"][0]["id"]
     draws = [random.Random(next(_SEEDS)) for _ in range(CLIENTS)]
     texts, found = [""] * CLIENTS, list[list[Streamed]]()
     with ThreadPoolExecutor(CLIENTS) as pool:
@@ -57,10 +68,7 @@ def conversations(started: Server, tokenizer: Any, words: list[str], turns: int)
                 longer(text, size, tokenizer, words, own)
                 for text, own in zip(texts, draws, strict=True)
             ]
-            asked = [
-                pool.submit(streamed, started.port, started.name, NEW, text, may_end=True)
-                for text in texts
-            ]
+            asked = [pool.submit(streamed, port, name, NEW, text, may_end=True) for text in texts]
             found.append([one.result() for one in asked])
             texts = [text + got.text for text, got in zip(texts, found[-1], strict=True)]
     return found
@@ -73,7 +81,7 @@ def longer(text: str, size: int, tokenizer: Any, words: list[str], draw: random.
     return text
 
 
-def record(model: str, turns: int, runs: list[Turns]) -> Record:
+def record(model: str, way: str, turns: int, runs: list[Turns]) -> Record:
     def first(turn: int) -> Timing:
         return Timing.of([1e3 * one.first for found in runs for one in found[turn]])
 
@@ -88,6 +96,7 @@ def record(model: str, turns: int, runs: list[Turns]) -> Record:
     return {
         "kind": "serve-turns",
         "model": model,
+        "way": way,
         "clients": CLIENTS,
         "turns": turns,
         "tokens": FIRST + (turns - 1) * GROWTH,
