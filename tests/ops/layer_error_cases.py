@@ -2,99 +2,56 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any
-
 import torch
-from error_cases import Case
+from error_cases import Case, bad, linear, swiglu, swiglu_linear
 
 ops = torch.ops.metalmm
 
 
-def norm(**changes: Any) -> Callable[[Any], Any]:
-    """norm_linear of good arguments but for these; x [3, 64], W [5, 64]."""
-
-    def call(t: Any) -> Any:
-        good = {"x": t.x, "g": t.x[0], "eps": 1e-5, "offset": 0.0, "w": t.w, "bias": None}
-        good |= {"format": "q4_0", "residual": t.c}
-        changed = {k: v(t) if callable(v) else v for k, v in changes.items()}
-        return ops.norm_linear(*(good | changed).values())
-
-    return call
-
-
-def rope(**changes: Any) -> Callable[[Any], Any]:
-    """rope of 2 heads of q, one of k and one of v, 16 values each, but for these arguments."""
-
-    def call(t: Any) -> Any:
-        good = {"qkv": t.x[None], "cos": t.x[None, :, :8], "sin": t.x[None, :, 8:16]}
-        good |= {"heads": 2, "kv_heads": 1, "v": None, "q_norm": t.x[0, :16], "k_norm": None}
-        good |= {"eps": 1e-5, "offset": 0.0}
-        changed = {k: v(t) if callable(v) else v for k, v in changes.items()}
-        return ops.rope(*(good | changed).values())
-
-    return call
-
-
-def conv(**changes: Any) -> Callable[[Any], Any]:
-    """causal_conv of 3 positions of 5 channels, 4 taps."""
-
-    def call(t: Any) -> Any:
-        good = {"x": t.c[None], "weight": t.dense[:, :4], "bias": None}
-        good |= {"state": t.dense[:, :4].to(t.c.dtype)[None].clone(), "activation": "silu"}
-        changed = {k: v(t) if callable(v) else v for k, v in changes.items()}
-        return ops.causal_conv(*(good | changed).values())
-
-    return call
-
-
-def delta(**changes: Any) -> Callable[[Any], Any]:
-    """gated_delta of 3 positions, a head of q and k of 16 values, 2 heads of v of 16."""
-
-    def call(t: Any) -> Any:
-        good = {"qkv": t.x[None], "a": t.c[None, :, :2], "b": t.c[None, :, 2:4]}
-        good |= {"a_log": t.bias[:2], "dt_bias": t.bias[2:4]}
-        good |= {"state": t.dense[:4].reshape(1, 2, 8, 16).repeat(1, 1, 2, 1), "eps": 1e-6}
-        changed = {k: v(t) if callable(v) else v for k, v in changes.items()}
-        return ops.gated_delta(*(good | changed).values())
-
-    return call
-
-
-def tables(**changes: Any) -> Callable[[Any], Any]:
-    """rope_tables of a position and 64 frequencies."""
-
-    def call(t: Any) -> Any:
-        good = {"positions": t.ids.view(1, -1), "inv_freq": t.dense[0]}
-        changed = {k: v(t) if callable(v) else v for k, v in changes.items()}
-        return ops.rope_tables(**good | changed)
-
-    return call
-
-
-def route(**changes: Any) -> Callable[[Any], Any]:
-    """route of 3 tokens to 2 of 64 experts in 4 groups."""
-
-    def call(t: Any) -> Any:
-        good = {"top_k": 2, "groups": 4, "kept_groups": 2}
-        changed = {k: v(t) if callable(v) else v for k, v in changes.items()}
-        return ops.route(changed.pop("x", t.x), **good | changed)
-
-    return call
-
-
-def scan(**changes: Any) -> Callable[[Any], Any]:
-    """ssm_scan of 3 positions, 2 heads of x of 16 values, a group of b and c of 16."""
-
-    def call(t: Any) -> Any:
-        good = {"xbc": t.x[None], "dt": t.c[None, :, :2], "a_log": t.bias[:2]}
-        good |= {"dt_bias": t.bias[2:4], "d": t.bias[1:3]}
-        good |= {"state": t.dense[:4].reshape(1, 2, 8, 16).repeat(1, 1, 2, 1), "gate": None}
-        good |= {"dt_min": 0.0, "dt_max": None}
-        changed = {k: v(t) if callable(v) else v for k, v in changes.items()}
-        return ops.ssm_scan(*(good | changed).values())
-
-    return call
+norm = bad(
+    ops.norm_linear,
+    lambda t: dict(
+        x=t.x, norm_weight=t.x[0], eps=1e-5, offset=0.0, weight=t.w, bias=None, format="q4_0",
+        residual=t.c,
+    ),
+)  # fmt: skip
+rms_norm = bad(ops.rms_norm, lambda t: dict(x=t.x, weight=None, eps=1e-5))
+add_rms_norm = bad(ops.add_rms_norm, lambda t: dict(x=t.x, residual=t.x, weight=None, eps=1e-5))
+# 2 heads of q, one of k and one of v, 16 values each.
+rope = bad(
+    ops.rope,
+    lambda t: dict(
+        qkv=t.x[None], cos=t.x[None, :, :8], sin=t.x[None, :, 8:16], heads=2, kv_heads=1,
+        q_norm=t.x[0, :16], eps=1e-5,
+    ),
+)  # fmt: skip
+# 3 positions of 5 channels, 4 taps.
+conv = bad(
+    ops.causal_conv,
+    lambda t: dict(
+        x=t.c[None], weight=t.dense[:, :4], bias=None, activation="silu",
+        state=t.dense[:, :4].to(t.c.dtype)[None].clone(),
+    ),
+)  # fmt: skip
+# 3 positions, 2 heads of 16 values: a head of q and k, and 2 of v; or 2 heads of x, b and c.
+STATE = (1, 2, 8, 16)
+delta = bad(
+    ops.gated_delta,
+    lambda t: dict(
+        qkv=t.x[None], a=t.c[None, :, :2], b=t.c[None, :, 2:4], a_log=t.bias[:2],
+        dt_bias=t.bias[2:4], state=t.dense[:4].reshape(STATE).repeat(1, 1, 2, 1),
+    ),
+)  # fmt: skip
+scan = bad(
+    ops.ssm_scan,
+    lambda t: dict(
+        xbc=t.x[None], dt=t.c[None, :, :2], a_log=t.bias[:2], dt_bias=t.bias[2:4], d=t.bias[1:3],
+        state=t.dense[:4].reshape(STATE).repeat(1, 1, 2, 1),
+    ),
+)  # fmt: skip
+tables = bad(ops.rope_tables, lambda t: dict(positions=t.ids.view(1, -1), inv_freq=t.dense[0]))
+# 3 tokens to 2 of 64 experts in 4 groups.
+route = bad(ops.route, lambda t: dict(x=t.x, top_k=2, groups=4, kept_groups=2))
 
 
 LAYER_CASES = {
@@ -151,10 +108,7 @@ LAYER_CASES = {
         delta(qkv=lambda t: t.x[None, :, :32]), "qkv", "32", "q and k of 16"
     ),
     "delta state": Case(
-        delta(state=lambda t: t.dense[:4].reshape(1, 2, 8, 16).half()),
-        "state",
-        "Half|16",
-        "float32",
+        delta(state=lambda t: t.dense[:4].reshape(STATE).half()), "state", "Half|16", "float32"
     ),
     "delta batch": Case(
         delta(state=lambda t: t.dense[:4].view(2, 2, 4, 16)), "state", r"\[2, 2, 4, 16\]", r"\[1, h"
@@ -175,7 +129,7 @@ LAYER_CASES = {
     "scan values": Case(scan(xbc=lambda t: t.x[None, :, 1:]), "xbc", "63", "2 heads of x of 16"),
     "scan without b": Case(scan(xbc=lambda t: t.x[None, :, :32]), "xbc", "32", "b and c of 16"),
     "scan state": Case(
-        scan(state=lambda t: t.dense[:4].reshape(1, 2, 8, 16).half()), "state", "Half|16", "float32"
+        scan(state=lambda t: t.dense[:4].reshape(STATE).half()), "state", "Half|16", "float32"
     ),
     "scan batch": Case(
         scan(state=lambda t: t.dense[:4].view(2, 2, 4, 16)), "state", r"\[2, 2, 4, 16\]", r"\[1, h"
@@ -194,56 +148,43 @@ LAYER_CASES = {
     "scan dt_min": Case(scan(dt_min=-1.0), "dt_min", "-1", "0 or more"),
     "scan dt_max": Case(scan(dt_min=0.5, dt_max=0.25), "dt_max", "0.25", "dt_min or more"),
     "scan dt_max f32": Case(scan(dt_max=1e39), "dt_max", r"1e\+39", "f32|finite"),
-    "norm weight": Case(norm(g=lambda t: t.x[0, 1:]), "norm_weight", r"\[63\]", r"\[64\]"),
-    "norm weight dtype": Case(norm(g=lambda t: t.x[0].int()), "norm_weight", "int|Int", "float32"),
+    "norm weight": Case(
+        norm(norm_weight=lambda t: t.x[0, 1:]), "norm_weight", r"\[63\]", r"\[64\]"
+    ),
+    "norm weight dtype": Case(
+        norm(norm_weight=lambda t: t.x[0].int()), "norm_weight", "int|Int", "float32"
+    ),
     "eps": Case(norm(eps=-1e-5), "eps", "-1e-05", "0 or more"),
     "eps NaN": Case(norm(eps=float("nan")), "eps", "nan", "finite"),
     "eps beyond f32": Case(norm(eps=1e300), "eps", "1e\\+300", "finite as f32"),
     "offset": Case(norm(offset=float("inf")), "offset", "inf", "finite"),
     "offset beyond f32": Case(norm(offset=1e300), "offset", "1e\\+300", "finite"),
-    "offset of no weight": Case(norm(g=None, offset=1.0), "norm_weight", "missing", "offset = 1"),
-    "residual": Case(norm(residual=lambda t: t.c[:, 1:]), "residual", r"\[3, 4\]", r"\[3, 5\]"),
-    "residual of linear": Case(
-        lambda t: ops.linear(t.x, t.w, None, "q4_0", None, t.bias), "residual", r"\[5\]", r"\[3, 5"
+    "offset of no weight": Case(
+        norm(norm_weight=None, offset=1.0), "norm_weight", "missing", "offset = 1"
     ),
+    "residual": Case(norm(residual=lambda t: t.c[:, 1:]), "residual", r"\[3, 4\]", r"\[3, 5\]"),
+    "residual of linear": Case(linear(residual=lambda t: t.bias), "residual", r"\[5\]", r"\[3, 5"),
     "residual dtype": Case(norm(residual=lambda t: t.c.long()), "residual", "Long|64", "float32"),
     "norm format": Case(norm(format="q9"), "format", "'q9'", "q4_0"),
-    "rms_norm weight": Case(lambda t: ops.rms_norm(t.x, t.bias, 1e-5), "weight", "5", r"\[64\]"),
-    "rms_norm rows": Case(
-        lambda t: ops.rms_norm(t.x, t.x[:2], 1e-5), "weight", r"\[2, 64\]", r"\[3, 64\]"
-    ),
+    "rms_norm weight": Case(rms_norm(weight=lambda t: t.bias), "weight", "5", r"\[64\]"),
+    "rms_norm rows": Case(rms_norm(weight=lambda t: t.x[:2]), "weight", r"\[2, 64\]", r"\[3, 64\]"),
     "rms_norm of one row": Case(
-        lambda t: ops.rms_norm(t.x[0], t.x[:2], 1e-5), "weight", r"\[2, 64\]", r"\[64\]"
+        rms_norm(x=lambda t: t.x[0], weight=lambda t: t.x[:2]), "weight", r"\[2, 64\]", r"\[64\]"
     ),
     "rms_norm residual": Case(
-        lambda t: ops.rms_norm(t.x, None, 1e-5, 0.0, t.x[1:]), "residual", r"\[2, 64\]", "3, 64"
+        rms_norm(residual=lambda t: t.x[1:]), "residual", r"\[2, 64\]", "3, 64"
     ),
-    "rms_norm gate": Case(
-        lambda t: ops.rms_norm(t.x, None, 1e-5, gate=t.x[0]), "gate", r"\[64\]", "3, 64"
-    ),
+    "rms_norm gate": Case(rms_norm(gate=lambda t: t.x[0]), "gate", r"\[64\]", "3, 64"),
     "add_rms_norm": Case(
-        lambda t: ops.add_rms_norm(t.x, t.x[0], None, 1e-5), "residual", r"\[64\]", r"\[3, 64\]"
+        add_rms_norm(residual=lambda t: t.x[0]), "residual", r"\[64\]", r"\[3, 64\]"
     ),
     "activation": Case(
-        lambda t: ops.swiglu(t.x, t.w, t.w, "q4_0", "q4_0", "tanh"),
-        "activation",
-        "'tanh'",
-        "silu, gelu, gelu_tanh, relu2",
+        swiglu(activation="tanh"), "activation", "'tanh'", "silu, gelu, gelu_tanh, relu2"
     ),
-    "activation of down": Case(
-        lambda t: ops.swiglu_linear(t.x, t.x, t.w, None, "q4_0", ""), "activation", "''", "silu"
-    ),
-    "gate_scale": Case(
-        lambda t: ops.swiglu(t.x, t.w, t.w, "q4_0", "q4_0", gate_scale=1e39),
-        "gate_scale",
-        r"1e\+39",
-        "f32|finite",
-    ),
+    "activation of down": Case(swiglu_linear(activation=""), "activation", "''", "silu"),
+    "gate_scale": Case(swiglu(gate_scale=1e39), "gate_scale", r"1e\+39", "f32|finite"),
     "norm weight without eps": Case(
-        lambda t: ops.swiglu(t.x, t.w, t.w, "q4_0", "q4_0", "silu", t.x[0]),
-        "eps",
-        "missing",
-        "norm_weight",
+        swiglu(norm_weight=lambda t: t.x[0]), "eps", "missing", "norm_weight"
     ),
     "qkv dims": Case(rope(qkv=lambda t: t.x), "qkv", r"\[3, 64\]", r"\[B, S"),
     "qkv heads": Case(rope(heads=3), "qkv", "64", "5 heads"),

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import torch
-from error_cases import Case
+from error_cases import Case, bad
 from inputs import activations, random_weight
 
 ops = torch.ops.metalmm
@@ -76,37 +75,24 @@ def cache_calls(dtype: torch.dtype) -> dict[str, tuple[Any, tuple[Any, ...], dic
     }
 
 
-def attend(**changes: Any) -> Callable[[Any], Any]:
-    """attention of 2 heads of 32 values and 3 queries over 3 rows of a key head."""
-
-    def call(t: Any) -> Any:
-        heads = t.x.view(1, 3, 2, 32).transpose(1, 2)
-        good = {"q": heads, "keys": t.w[None, None, :, :18], "values": t.w[None, None, :, 18:]}
-        good |= {"format_k": "q4_0", "format_v": "q4_0", "length": torch.tensor(3).to(t.x.device)}
-        changed = {k: v(t) if callable(v) else v for k, v in changes.items()}
-        options = {k: v for k, v in changed.items() if k not in good}
-        return ops.attention(
-            *(good | {k: changed[k] for k in good if k in changed}).values(), **options
-        )
-
-    return call
-
-
-def append(**changes: Any) -> Callable[[Any], Any]:
-    """rope_append of one head of q, of k and of v, 16 values each, into 5 slots of f32."""
-
-    def call(t: Any) -> Any:
-        x, cache = t.x[None, :, :48], t.w.float()[None, None, :, :16]
-        good = {"qkv": x, "cos": x[:, :, :8], "sin": x[:, :, 8:16], "heads": 1, "kv_heads": 1}
-        good |= {"keys": cache, "values": cache.clone()}
-        good |= {"slots": torch.tensor([4, 0, 2]).to(t.x.device)}
-        good |= {"format_k": "f32", "format_v": "f32"}
-        changed = {k: v(t) if callable(v) else v for k, v in changes.items()}
-        options = {k: v for k, v in changed.items() if k not in good}
-        made = good | {k: changed[k] for k in good if k in changed}
-        return ops.rope_append(*made.values(), **options)
-
-    return call
+# 2 heads of 32 values and 3 queries over 3 rows of a key head.
+attend = bad(
+    ops.attention,
+    lambda t: dict(
+        q=t.x.view(1, 3, 2, 32).transpose(1, 2), format_k="q4_0", format_v="q4_0",
+        keys=t.w[None, None, :, :18], values=t.w[None, None, :, 18:],
+        length=torch.tensor(3).to(t.x.device),
+    ),
+)  # fmt: skip
+# One head of q, of k and of v, 16 values each, into 5 slots of f32.
+append = bad(
+    ops.rope_append,
+    lambda t: dict(
+        qkv=t.x[None, :, :48], cos=t.x[None, :, :8], sin=t.x[None, :, 8:16], heads=1, kv_heads=1,
+        keys=t.w.float()[None, None, :, :16], values=t.w.float()[None, None, :, :16],
+        slots=torch.tensor([4, 0, 2]).to(t.x.device), format_k="f32", format_v="f32",
+    ),
+)  # fmt: skip
 
 
 CACHE_CASES = {

@@ -2,26 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import torch
-from error_cases import Case
-from expert_cases import Experts, chosen, rows, weights
+from error_cases import EXPERTS, Case, bad
+from expert_cases import chosen, rows, weights
 from inputs import activations
 
 ops = torch.ops.metalmm
 
-SIZES = Experts(experts=3, n=6, k=64, tokens=4, choices=2)
-
 
 def expert_calls(dtype: torch.dtype) -> dict[str, tuple[Any, tuple[Any, ...], dict[str, Any]]]:
     """{label: (op, args, kwargs)}, as op_calls.py has them."""
-    w, ids, x = weights("q4_0", SIZES), chosen(SIZES), rows(SIZES, dtype)
+    w, ids, x = weights("q4_0", EXPERTS), chosen(EXPERTS), rows(EXPERTS, dtype)
     dense = activations(6, 3, 64, seed="dense").transpose(0, 1)
     bias = activations(3, 6, dtype=dtype, seed="bias")
     scores = activations(4, 2, dtype=dtype, seed="scores")
-    apart = rows(SIZES, dtype, apart=True)
+    apart = rows(EXPERTS, dtype, apart=True)
     grad = activations(4, 2, 6, dtype=dtype, seed="grad")
     up = {"up_weight": w.flip(1), "limit": 2.0}
     oai = {"limit": 7.0, "alpha": 1.702}
@@ -48,53 +45,36 @@ def expert_calls(dtype: torch.dtype) -> dict[str, tuple[Any, tuple[Any, ...], di
     }
 
 
-def expert(op: str, **changes: Any) -> Callable[[Any], Any]:
-    """expert_linear or expert_swiglu of good arguments but for these."""
-
-    def call(t: Any) -> Any:
-        def put(made: torch.Tensor) -> Any:
-            return made.to(t.x.device)
-
-        w = put(weights("q4_0", SIZES))
-        good: dict[str, Any] = {"x": put(rows(SIZES, torch.float32)), "weight": w}
-        good |= {"ids": put(chosen(SIZES)), "bias": put(torch.zeros(3, 6)), "format": "q4_0"}
-        good |= {k: v(good) if callable(v) else v for k, v in changes.items()}
-        return getattr(ops, op)(**good)
-
-    return call
+def good(t: Any) -> dict[str, Any]:
+    return dict(x=t.tokens, weight=t.experts, ids=t.chosen, bias=t.of_experts, format="q4_0")
 
 
-def linear(**changes: Any) -> Callable[[Any], Any]:
-    return expert("expert_linear", **changes)
-
-
-def swiglu(**changes: Any) -> Callable[[Any], Any]:
-    return expert("expert_swiglu", **changes)
-
-
-def input_grad(t: Any, **changes: Any) -> Any:
-    good = {"grad": torch.zeros(4, 2, 6), "weight": weights("q4_0", SIZES), "ids": chosen(SIZES)}
-    put = {name: value.to(t.x.device) for name, value in (good | changes).items()}
-    return ops.expert_input_grad(*put.values(), "q4_0", 64)
-
+linear = bad(ops.expert_linear, good)
+swiglu = bad(ops.expert_swiglu, good)
+input_grad = bad(
+    ops.expert_input_grad,
+    lambda t: dict(grad=t.grad, weight=t.experts, ids=t.chosen, format="q4_0", in_features=64),
+)
 
 EXPERT_CASES = {
-    "experts: x dims": Case(linear(x=lambda g: g["x"][0]), "x", r"\[64\]", r"\[T, K\] or \[T, C"),
-    "experts: x dtype": Case(linear(x=lambda g: g["x"].int()), "x", "int|Int", "float32"),
-    "experts: x tokens": Case(linear(x=lambda g: g["x"][1:]), "x", r"\[3, 64\]", r"ids are \[4, 2"),
+    "experts: x dims": Case(linear(x=lambda t: t.tokens[0]), "x", r"\[64\]", r"\[T, K\] or \[T, C"),
+    "experts: x dtype": Case(linear(x=lambda t: t.tokens.int()), "x", "int|Int", "float32"),
+    "experts: x tokens": Case(
+        linear(x=lambda t: t.tokens[1:]), "x", r"\[3, 64\]", r"ids are \[4, 2"
+    ),
     "experts: x choices": Case(
-        linear(x=lambda g: g["x"][:, None]), "x", r"\[4, 1, 64\]", r"ids are \[4, 2"
+        linear(x=lambda t: t.tokens[:, None]), "x", r"\[4, 1, 64\]", r"ids are \[4, 2"
     ),
-    "experts: W dims": Case(linear(weight=lambda g: g["weight"][0]), "weight", "6, 36", r"\[E, N"),
-    "experts: W row": Case(linear(weight=lambda g: g["weight"][..., 1:]), "weight", "35", "36"),
-    "experts: W dtype": Case(
-        linear(weight=lambda g: g["weight"].float()), "weight", "loat", "uint8"
+    "experts: W dims": Case(linear(weight=lambda t: t.experts[0]), "weight", "6, 36", r"\[E, N"),
+    "experts: W row": Case(linear(weight=lambda t: t.experts[..., 1:]), "weight", "35", "36"),
+    "experts: W dtype": Case(linear(weight=lambda t: t.experts.float()), "weight", "loat", "uint8"),
+    "experts: ids dims": Case(linear(ids=lambda t: t.chosen[0]), "ids", r"\[2\]", r"\[T, C\]"),
+    "experts: ids dtype": Case(linear(ids=lambda t: t.chosen.float()), "ids", "loat", "int64"),
+    "experts: bias": Case(
+        linear(bias=lambda t: t.of_experts[:2]), "bias", r"\[2, 6\]", r"\[3, 6\]"
     ),
-    "experts: ids dims": Case(linear(ids=lambda g: g["ids"][0]), "ids", r"\[2\]", r"\[T, C\]"),
-    "experts: ids dtype": Case(linear(ids=lambda g: g["ids"].float()), "ids", "loat", "int64"),
-    "experts: bias": Case(linear(bias=lambda g: g["bias"][:2]), "bias", r"\[2, 6\]", r"\[3, 6\]"),
     "experts: scores": Case(
-        linear(scores=lambda g: g["bias"]), "scores", r"\[3, 6\]", r"\[4, 2\]"
+        linear(scores=lambda t: t.of_experts), "scores", r"\[3, 6\]", r"\[4, 2\]"
     ),
     "experts: format": Case(linear(format="q9"), "format", "'q9'", "q4_0"),
     "experts: strategy": Case(linear(strategy="fast"), "strategy", "'fast'", "gem"),
@@ -107,22 +87,22 @@ EXPERT_CASES = {
     "experts: limit": Case(swiglu(limit=0.0), "limit", "0", "more than 0"),
     "experts: limit beyond f32": Case(swiglu(limit=1e300), "limit", "1e\\+300", "finite"),
     "experts: odd rows": Case(
-        swiglu(weight=lambda g: g["weight"][:, :5], bias=None), "weight", "5 rows", "even"
+        swiglu(weight=lambda t: t.experts[:, :5], bias=None), "weight", "5 rows", "even"
     ),
     "experts: bias of gate and up": Case(
-        swiglu(up_weight=lambda g: g["weight"]), "bias", r"\[3, 6\]", r"\[3, 12\]"
+        swiglu(up_weight=lambda t: t.experts), "bias", r"\[3, 6\]", r"\[3, 12\]"
     ),
     "experts: up_weight": Case(
-        swiglu(up_weight=lambda g: g["weight"][:, 1:], bias=None), "up_weight", "3, 5", "3, 6"
+        swiglu(up_weight=lambda t: t.experts[:, 1:], bias=None), "up_weight", "3, 5", "3, 6"
     ),
     "experts: interleaved": Case(
-        swiglu(up_weight=lambda g: g["weight"], interleaved=True, bias=None),
-        "interleaved", "True", "up_weight",
+        swiglu(up_weight=lambda t: t.experts, interleaved=True, bias=None),
+        "interleaved",
+        "True",
+        "up_weight",
     ),
     "experts: grad dims": Case(
-        lambda t: input_grad(t, grad=torch.zeros(4, 6)), "grad", r"\[4, 6\]", r"\[T, C, N\]"
+        input_grad(grad=lambda t: t.grad[:, 0]), "grad", r"\[4, 6\]", r"\[T, C, N\]"
     ),
-    "experts: grad": Case(
-        lambda t: input_grad(t, grad=torch.zeros(4, 2, 5)), "grad", "5", "6 rows"
-    ),
-}  # fmt: skip
+    "experts: grad": Case(input_grad(grad=lambda t: t.grad[..., 1:]), "grad", "5", "6 rows"),
+}
