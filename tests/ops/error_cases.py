@@ -59,12 +59,20 @@ class Case:
     data: bool = False  # the values are at fault, which a fake cannot see
 
 
-def bad(op: Any, good: Callable[[Any], dict[str, Any]]) -> Callable[..., Call]:
-    """A maker of calls: good arguments but for the changes, which are values or functions of t."""
+Good = tuple[Any, tuple[Any, ...], dict[str, Any]]
+
+
+def good(op: Any, *args: Any, **kwargs: Any) -> Good:
+    """A call, for op_calls.py."""
+    return op, args, kwargs
+
+
+def bad(op: Any, fitting: Callable[[Any], dict[str, Any]]) -> Callable[..., Call]:
+    """A maker of calls: fitting arguments but for changes, which are values or functions of t."""
 
     def changed(**changes: Any) -> Call:
         def call(t: Any) -> Any:
-            return op(**good(t) | {k: v(t) if callable(v) else v for k, v in changes.items()})
+            return op(**fitting(t) | {k: v(t) if callable(v) else v for k, v in changes.items()})
 
         return call
 

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
-from error_cases import Case, bad
+from error_cases import Case, Good, bad, good
 from inputs import activations, random_weight
 
 ops = torch.ops.metalmm
@@ -13,7 +11,7 @@ ops = torch.ops.metalmm
 BATCH, HEADS, KV_HEADS, QUERIES, SLOTS, DIM = 2, 4, 2, 3, 7, 32
 
 
-def cache_calls(dtype: torch.dtype) -> dict[str, tuple[Any, tuple[Any, ...], dict[str, Any]]]:
+def cache_calls(dtype: torch.dtype) -> dict[str, Good]:
     """{label: (op, args, kwargs)}, as op_calls.py has them."""
     rows = random_weight("q4_0", BATCH * KV_HEADS * SLOTS, DIM).view(BATCH, KV_HEADS, SLOTS, -1)
     dense = activations(BATCH, KV_HEADS, SLOTS, DIM, seed="dense")
@@ -30,48 +28,26 @@ def cache_calls(dtype: torch.dtype) -> dict[str, tuple[Any, tuple[Any, ...], dic
         "sinks": activations(HEADS, seed="sinks"),
         "causal": False,
     }
+    pair, packed = (dense, dense.flip(2), "f32", "f32"), (rows, rows.flip(2), "q4_0", "q4_0")
+    norms = {"q_norm": qkv[0, 0, :32], "k_norm": qkv[0, 1, :32], "eps": 1e-5, "offset": 1.0}
     return {
-        "cache_append": (ops.cache_append, (rows, rows.clone(), k, k, slots, "q4_0", "q4_0"), {}),
-        "cache_append, dense": (
-            ops.cache_append,
-            (dense, rows.clone(), k, k, slots, "f32", "q4_0"),
-            {},
+        "cache_append": good(ops.cache_append, rows, rows.clone(), k, k, slots, "q4_0", "q4_0"),
+        "cache_append, dense": good(
+            ops.cache_append, dense, rows.clone(), k, k, slots, "f32", "q4_0"
         ),
-        "rope_append": (ops.rope_append, (*turn, rows, rows.clone(), slots, "q4_0", "q4_0"), {}),
-        "rope_append, all": (
-            ops.rope_append,
-            (qkv[..., :192], *turn[1:], rows, dense, slots, "q4_0", "f32"),
-            {
-                "v": qkv[..., 192:],
-                "q_norm": qkv[0, 0, :32],
-                "k_norm": qkv[0, 1, :32],
-                "eps": 1e-5,
-                "offset": 1.0,
-                "interleaved": True,
-            },
+        "rope_append": good(ops.rope_append, *turn, rows, rows.clone(), slots, "q4_0", "q4_0"),
+        "rope_append, all": good(
+            *(ops.rope_append, qkv[..., :192], *turn[1:], rows, dense, slots, "q4_0", "f32"),
+            **{"v": qkv[..., 192:], "interleaved": True, **norms},
         ),
-        "attention": (ops.attention, (q, dense, dense.flip(2), "f32", "f32", length), {}),
-        "attention, all": (ops.attention, (q, dense, dense.flip(2), "f32", "f32", length), traits),
-        "attention without a length": (
-            ops.attention,
-            (q, dense, dense.flip(2), "f32", "f32", None),
-            {},
+        "attention": good(ops.attention, q, *pair, length),
+        "attention, all": good(ops.attention, q, *pair, length, **traits),
+        "attention without a length": good(ops.attention, q, *pair, None),
+        "attention of packed rows by sdpa": good(
+            ops.attention, q, *packed, length, mask=traits["mask"], window=3, strategy="sdpa"
         ),
-        "attention of packed rows by sdpa": (
-            ops.attention,
-            (q, rows, rows.flip(2), "q4_0", "q4_0", length),
-            {"mask": traits["mask"], "window": 3, "strategy": "sdpa"},
-        ),
-        "attention of packed rows": (
-            ops.attention,
-            (q, rows, rows.flip(2), "q4_0", "q4_0", length),
-            traits,
-        ),
-        "attention of no query": (
-            ops.attention,
-            (q[:, :, :0], rows, rows.flip(2), "q4_0", "q4_0", length),
-            {},
-        ),
+        "attention of packed rows": good(ops.attention, q, *packed, length, **traits),
+        "attention of no query": good(ops.attention, q[:, :, :0], *packed, length),
     }
 
 
@@ -93,9 +69,32 @@ append = bad(
         slots=torch.tensor([4, 0, 2]).to(t.x.device), format_k="f32", format_v="f32",
     ),
 )  # fmt: skip
+# k and v of 2 heads and 3 positions, 32 values each, into 5 slots of q4_0.
+store = bad(
+    ops.cache_append,
+    lambda t: dict(
+        keys=t.w[None, None, :, :18].repeat(1, 2, 1, 1), k=t.x.view(1, 3, 2, 32).transpose(1, 2),
+        values=t.w[None, None, :, 18:].repeat(1, 2, 1, 1), v=t.x.view(1, 3, 2, 32).transpose(1, 2),
+        slots=torch.tensor([4, 0, 2]).to(t.x.device), format_k="q4_0", format_v="q4_0",
+    ),
+)  # fmt: skip
 
 
 CACHE_CASES = {
+    "store keys": Case(store(keys=lambda t: t.w), "keys", r"\[5, 36\]", r"\[B"),
+    "store values": Case(
+        store(values=lambda t: t.w[None, None, :4, :18].repeat(1, 2, 1, 1)), "values", "4, 18", "5"
+    ),
+    "store k": Case(
+        store(k=lambda t: t.x.view(1, 3, 4, 16).transpose(1, 2)), "v", r"32\]", r"16\]"
+    ),
+    "store v": Case(store(v=lambda t: t.x.view(1, 1, 6, 32)), "v", "1, 6, 32", "2, 3, 32"),
+    "store slots": Case(
+        store(slots=lambda t: torch.arange(2).to(t.x.device)), "slots", "2", "k has 3"
+    ),
+    "store slots dtype": Case(store(slots=lambda t: t.ids.int()), "slots", "int|Int", "int64"),
+    "store row": Case(store(format_k="q8_0"), "keys", "18", "q8_0 has 34 bytes"),
+    "store format": Case(store(format_v="q9"), "format", "'q9'", "q4_0"),
     "append qkv": Case(append(qkv=lambda t: t.x), "qkv", r"\[3, 64\]", r"\[B, S"),
     "append heads": Case(append(heads=3), "qkv", "48", "5 heads"),
     "append kv_heads": Case(

@@ -5,14 +5,14 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from error_cases import EXPERTS, Case, bad
+from error_cases import EXPERTS, Case, Good, bad, good
 from expert_cases import chosen, rows, weights
 from inputs import activations
 
 ops = torch.ops.metalmm
 
 
-def expert_calls(dtype: torch.dtype) -> dict[str, tuple[Any, tuple[Any, ...], dict[str, Any]]]:
+def expert_calls(dtype: torch.dtype) -> dict[str, Good]:
     """{label: (op, args, kwargs)}, as op_calls.py has them."""
     w, ids, x = weights("q4_0", EXPERTS), chosen(EXPERTS), rows(EXPERTS, dtype)
     dense = activations(6, 3, 64, seed="dense").transpose(0, 1)
@@ -23,34 +23,30 @@ def expert_calls(dtype: torch.dtype) -> dict[str, tuple[Any, tuple[Any, ...], di
     up = {"up_weight": w.flip(1), "limit": 2.0}
     oai = {"limit": 7.0, "alpha": 1.702}
     return {
-        "expert_linear": (ops.expert_linear, (x, w, ids, None, "q4_0"), {}),
-        "expert_linear, bias": (ops.expert_linear, (apart, w, ids, bias, "q4_0"), {}),
-        "expert_linear, scores": (ops.expert_linear, (apart, w, ids, bias, "q4_0", scores), {}),
-        "expert_linear, residual": (
-            ops.expert_linear,
-            (x, w, ids, None, "q4_0", scores),
-            {"residual": bias[[0, 1, 2, 0]]},
+        "expert_linear": good(ops.expert_linear, x, w, ids, None, "q4_0"),
+        "expert_linear, bias": good(ops.expert_linear, apart, w, ids, bias, "q4_0"),
+        "expert_linear, scores": good(ops.expert_linear, apart, w, ids, bias, "q4_0", scores),
+        "expert_linear, residual": good(
+            ops.expert_linear, x, w, ids, None, "q4_0", scores, residual=bias[[0, 1, 2, 0]]
         ),
-        "expert_linear, dense": (ops.expert_linear, (x, dense, ids.int(), None, "f32"), {}),
-        "expert_linear, no rows": (ops.expert_linear, (x[:0], w, ids[:0], None, "q4_0"), {}),
-        "expert_swiglu": (ops.expert_swiglu, (x, w, ids, None, "q4_0"), {}),
-        "expert_swiglu, bias": (ops.expert_swiglu, (apart, w, ids, bias, "q4_0", "gelu"), {}),
-        "expert_swiglu, all": (
-            ops.expert_swiglu,
-            (x, w, ids, bias, "q4_0", "swiglu_oai", True),
-            oai,
+        "expert_linear, dense": good(ops.expert_linear, x, dense, ids.int(), None, "f32"),
+        "expert_linear, no rows": good(ops.expert_linear, x[:0], w, ids[:0], None, "q4_0"),
+        "expert_swiglu": good(ops.expert_swiglu, x, w, ids, None, "q4_0"),
+        "expert_swiglu, bias": good(ops.expert_swiglu, apart, w, ids, bias, "q4_0", "gelu"),
+        "expert_swiglu, all": good(
+            ops.expert_swiglu, x, w, ids, bias, "q4_0", "swiglu_oai", True, **oai
         ),
-        "expert_swiglu, up": (ops.expert_swiglu, (x, w, ids, None, "q4_0", "relu2"), up),
-        "expert_input_grad": (ops.expert_input_grad, (grad, w, ids, "q4_0", 64), {}),
+        "expert_swiglu, up": good(ops.expert_swiglu, x, w, ids, None, "q4_0", "relu2", **up),
+        "expert_input_grad": good(ops.expert_input_grad, grad, w, ids, "q4_0", 64),
     }
 
 
-def good(t: Any) -> dict[str, Any]:
+def fitting(t: Any) -> dict[str, Any]:
     return dict(x=t.tokens, weight=t.experts, ids=t.chosen, bias=t.of_experts, format="q4_0")
 
 
-linear = bad(ops.expert_linear, good)
-swiglu = bad(ops.expert_swiglu, good)
+linear = bad(ops.expert_linear, fitting)
+swiglu = bad(ops.expert_swiglu, fitting)
 input_grad = bad(
     ops.expert_input_grad,
     lambda t: dict(grad=t.grad, weight=t.experts, ids=t.chosen, format="q4_0", in_features=64),
