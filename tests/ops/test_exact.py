@@ -6,7 +6,7 @@ import pytest
 import torch
 from backends import Backend
 from inputs import generator, integer_weight, long_k, random_weight
-from oracle import DTYPES, FORMATS, flushed_spec, spec, y64
+from oracle import DTYPES, FORMATS, flushed, flushed_spec, spec, y64
 
 from torch_metalmm import formats
 
@@ -28,11 +28,6 @@ def are_bits_of(got: torch.Tensor, *allowed: torch.Tensor) -> bool:
     bits = got.view(torch.int32)
     equal = [(bits == a.view(torch.int32)) | (got.isnan() & a.isnan()) for a in allowed]
     return bool(torch.stack(equal).any(0).all())
-
-
-def flushed(t: torch.Tensor) -> torch.Tensor:
-    """Zeros of their sign in the place of subnormals."""
-    return torch.where(t.abs() < 2.0**-126, t * 0, t)
 
 
 @pytest.mark.every_format

@@ -28,10 +28,6 @@ def sized_rows(m: int, k: int, dtype: torch.dtype) -> Tensor:
     return (activations(m, k) * sizes[:, None]).to(dtype)
 
 
-def maybe(t: Tensor | None, backend: Backend) -> Tensor | None:
-    return None if t is None else backend.put(t)
-
-
 def normal_operand(
     x: Tensor, g: Tensor | None, offset: float, backend: Backend, fused: bool
 ) -> Value:
@@ -54,7 +50,7 @@ def test_rms_norm(k: int, dtype: torch.dtype, backend: Backend) -> None:
         g = None if g_dtype is None else activations(k, dtype=g_dtype, seed="g")
         for offset in (0.0, 1.0) if g is not None else (0.0,):
             want = normalized(x, g, EPS, offset)
-            put = (maybe(g, backend), EPS, offset)
+            put = (backend.put(g), EPS, offset)
             y = ops.rms_norm(backend.put(x), *put)
             assert y.dtype == dtype
             check(y, want.store(dtype), f"K={k} {g_dtype} {offset}")
@@ -126,7 +122,7 @@ def test_norm_linear(name: str, dtype: torch.dtype, backend: Backend) -> None:
         operand = normal_operand(x, weight, offset, backend, m == 1)
         halved = backend.halves(None, dtype, name, (m, n, k))
         product = operand.dot(values, k + 8, halved=halved)
-        args = (backend.put(x), maybe(weight, backend), EPS, offset, w)
+        args = (backend.put(x), backend.put(weight), EPS, offset, w)
         check(ops.norm_linear(*args, None, name), product.store(dtype), f"{name} M={m}")
         y = ops.norm_linear(*args, backend.put(bias), name, backend.put(residual))
         assert y.dtype == dtype
@@ -191,7 +187,7 @@ def test_linear_adds_bias_and_residual(name: str, dtype: torch.dtype, backend: B
             y = ops.linear(
                 backend.put(x),
                 w,
-                maybe(b, backend),
+                backend.put(b),
                 name,
                 residual=backend.put_view(residual),
             )
@@ -260,7 +256,7 @@ def test_gated_down(name: str, dtype: torch.dtype, activation: str, backend: Bac
             want = product
             for t in addends:
                 want = want if t is None else want + Value.of(t)
-            b, r = (maybe(t, backend) for t in addends)
+            b, r = (backend.put(t) for t in addends)
             put = backend.put(gate), backend.put_view(up), backend.put(packed)
             y = ops.swiglu_linear(*put, b, name, activation, r)
             assert y.dtype == dtype
@@ -394,7 +390,7 @@ def test_rope_tables(dtype: torch.dtype, backend: Backend) -> None:
     for rows, own in ((positions[0], None), (positions, axes)):
         chosen = rows[..., None] if own is None else rows[own].permute(1, 2, 0)
         angle = (chosen.float() * inv_freq).double()
-        put = backend.put_view(rows), backend.put(inv_freq), maybe(own, backend)
+        put = backend.put_view(rows), backend.put(inv_freq), backend.put(own)
         for twice, interleaved in ((False, False), (True, False), (True, True)):
             given = {"twice": twice, "interleaved": interleaved, "scale": 1.25, "dtype": dtype}
             made = ops.rope_tables(*put, **given)

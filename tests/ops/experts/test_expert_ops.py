@@ -32,10 +32,6 @@ def block_of(name: str) -> int:
     return max(formats.get(name).block_values, 32)
 
 
-def maybe(t: torch.Tensor | None, backend: Backend) -> torch.Tensor | None:
-    return None if t is None else backend.put(t)
-
-
 # ---- expert_linear
 
 
@@ -55,7 +51,7 @@ def test_every_format(name: str, dtype: torch.dtype, backend: Backend) -> None:
             halved = is_halved(backend, s, dtype, strategy)
             want = products(x, w, ids, bias, halved)
             want = want if score is None else weighted(want, score)
-            y = ops.expert_linear(*put, name, maybe(score, backend), strategy=strategy)
+            y = ops.expert_linear(*put, name, backend.put(score), strategy=strategy)
             assert y.dtype == dtype and y.is_contiguous()
             check(y, want.store(dtype), f"{name} {strategy} {op}")
             if score is None:
@@ -103,7 +99,7 @@ def test_a_one_hot_row_is_a_column_of_its_expert(name: str, backend: Backend) ->
     for op, score in (("expert_linear", None), ("expert_down", torch.full((3, 2), 0.5))):
         expected = want if score is None else (want * 0.5).sum(1)
         for strategy in strategies_of(backend, op):
-            y = ops.expert_linear(*put, maybe(score, backend), strategy=strategy)
+            y = ops.expert_linear(*put, backend.put(score), strategy=strategy)
             assert torch.equal(y.cpu(), expected), (op, strategy)
 
 
@@ -120,7 +116,7 @@ def test_integers_are_exact(backend: Backend) -> None:
     for op, score in (("expert_linear", None), ("expert_down", scores)):
         want = y if score is None else (y * score[..., None].double()).sum(1)
         for strategy in strategies_of(backend, op):
-            got = ops.expert_linear(*put, "q4_k", maybe(score, backend), strategy=strategy)
+            got = ops.expert_linear(*put, "q4_k", backend.put(score), strategy=strategy)
             assert torch.equal(got.cpu().double(), want), (op, strategy)
 
 
