@@ -96,6 +96,13 @@ def _on_engine(
         yield
 
 
+@pytest.fixture(autouse=True)
+def _one_thread() -> Iterator[None]:
+    """A test may set the number of torch's threads, which is the process's."""
+    yield
+    torch.set_num_threads(1)
+
+
 @pytest.fixture
 def quiet_transformers() -> Iterator[None]:
     """No messages and no progress bars of transformers."""
@@ -110,11 +117,9 @@ def quiet_transformers() -> Iterator[None]:
 
 @pytest.fixture
 def own_threads() -> Iterator[None]:
-    """In inference mode, as a command of bench runs; torch's number of threads is put back."""
-    threads = torch.get_num_threads()
+    """In inference mode, as a command of bench runs."""
     with torch.inference_mode():
         yield
-    torch.set_num_threads(threads)
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:

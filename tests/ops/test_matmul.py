@@ -220,6 +220,5 @@ def check_call(backend: Backend, call: dict[str, object]) -> None:
     put = None if bias is None else backend.put(bias)
     torch.set_num_threads(int(call["threads"]))
     y = ops.linear(backend.put(x), backend.put_view(w), put, name, strategy)
-    torch.set_num_threads(1)
     halved = backend.halves(strategy, x.dtype, name, (m, n, k))
     check(y, oracle.linear(x, spec(name, packed, k), bias, halved), f"{call}")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
@@ -13,14 +12,6 @@ from oracle import KINDS
 from torch import Tensor
 
 ops = torch.ops.metalmm
-
-
-@pytest.fixture(autouse=True)
-def threads_as_before() -> Iterator[None]:
-    """These tests set the number of torch's threads, which is the process's."""
-    before = torch.get_num_threads()
-    yield
-    torch.set_num_threads(before)
 
 
 @pytest.mark.isa
