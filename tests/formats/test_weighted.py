@@ -142,12 +142,6 @@ def test_columns_of_no_importance_decode_to_numbers(name: str) -> None:
     assert (back - w)[:, free].square().sum() < w[:, free].square().sum()
 
 
-def test_none_is_no_argument() -> None:
-    w = weights("normal", 2, 512)
-    for name in WEIGHED:
-        assert torch.equal(torch.ops.metalmm.quantize(w, name), quantize(w, name, None))
-
-
 @pytest.mark.parametrize("bad", [-1.0, float("nan"), float("inf")])
 def test_elements_that_are_no_importance(bad: float) -> None:
     w, importance = weights("normal", 2, 256), torch.ones(256)
