@@ -9,6 +9,7 @@ from cache_cases import CACHE_FORMATS, as_stored, pack
 from inputs import activations, generator
 from oracle import DTYPES
 from torch import Tensor
+from torch._dynamo.testing import CompileCounterWithBackend
 
 from torch_metalmm import formats
 
@@ -108,20 +109,6 @@ def test_what_is_refused(backend: Backend) -> None:
     before = keys.clone()
     k, slots = backend.put(activations(1, 2, 3, 64)), backend.put(torch.arange(3))
     good = (keys, values, k, k, slots, "q8_0", "q8_0")
-    bad: dict[int, tuple[object, str]] = {
-        0: (keys[0], "keys: shape"),
-        1: (values[:, :, :4], "values: shape"),
-        2: (k[..., :40], "v: shape"),
-        3: (k[:, :1], "v: shape"),
-        4: (slots[:2], "slots: 2; k has 3"),
-        5: ("q4_0", "a row of 64 values in q4_0 has 36 bytes"),
-        6: ("q9", "unknown 'q9'"),
-    }
-    for i, (value, message) in bad.items():
-        with pytest.raises(ValueError, match=message):
-            ops.cache_append(*good[:i], value, *good[i + 1 :])
-    with pytest.raises(ValueError, match="int64"):
-        ops.cache_append(*good[:4], slots.int(), "q8_0", "q8_0")
     with pytest.raises(ValueError, match="requires grad"):
         ops.cache_append(keys, values, k.clone().requires_grad_(), k, slots, "q8_0", "q8_0")
     if backend.device == "cpu":
@@ -219,26 +206,12 @@ def test_a_row_with_nan_decodes_to_no_number(backend: Backend) -> None:
             assert not decoded[0, :32].isfinite().any() and decoded[0, 32:].isfinite().all()
 
 
-def test_memory_knows_of_the_write(backend: Backend) -> None:
-    """The version of both tensors, by which autograd notices writes."""
-    keys, values = (backend.put(stored("f32", 1, 1, 4, 64)) for _ in range(2))
-    k = backend.put(activations(1, 1, 1, 64))
-    before = keys._version, values._version
-    ops.cache_append(keys, values, k, k, backend.put(torch.tensor([1])), "f32", "f32")
-    assert keys._version > before[0] and values._version > before[1]
-
-
 @pytest.mark.parametrize("name", ["f16", "q8_0"])
 def test_a_compiled_step(name: str, backend: Backend) -> None:
     """A write and attention in one graph for all tokens: slots and length are tensors."""
     keys, values = (backend.put(stored(name, 1, 2, 8, 64)) for _ in range(2))
     eager = keys.clone(), values.clone()
-    graphs = 0
-
-    def count(graph: torch.fx.GraphModule, inputs: object) -> object:
-        nonlocal graphs
-        graphs += 1
-        return graph.forward
+    counter = CompileCounterWithBackend("aot_eager")
 
     def step(keys: Tensor, values: Tensor, x: Tensor, slot: Tensor) -> Tensor:
         ops.cache_append(keys, values, x[:, :2], x[:, 2:4], slot, name, name)
@@ -246,18 +219,15 @@ def test_a_compiled_step(name: str, backend: Backend) -> None:
         return y
 
     torch._dynamo.reset()
-    compiled = torch.compile(step, backend=count, fullgraph=True)
-    aot = torch.compile(step, backend="aot_eager", fullgraph=True)
-    copies = keys.clone(), values.clone()
+    compiled = torch.compile(step, backend=counter, fullgraph=True)
     with torch.no_grad():
         for i in range(4):
             x = backend.put(activations(1, 8, 1, 64, seed=i))
             slot = backend.put(torch.tensor([i]))
             want = step(*eager, x, slot)
             assert torch.equal(compiled(keys, values, x, slot), want)
-            assert torch.equal(aot(*copies, x, slot), want)
-    assert graphs == 1
-    assert torch.equal(keys, eager[0]) and torch.equal(copies[1], eager[1])
+    assert counter.frame_count == 1
+    assert torch.equal(keys, eager[0]) and torch.equal(values, eager[1])
 
 
 def test_views_that_are_negated_or_conjugate() -> None:

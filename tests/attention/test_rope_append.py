@@ -194,16 +194,6 @@ def test_memory_that_is_shared(backend: Backend) -> None:
         assert torch.equal(memory, torch.ones_like(memory))
 
 
-def test_memory_knows_of_the_write(backend: Backend) -> None:
-    s = SHAPES[0]
-    keys, values = (backend.put(empty_cache("q8_0", s, False)) for _ in range(2))
-    put = [backend.put(t) for t in operands(s, torch.float32, False).values()]
-    before = keys._version, values._version
-    slot = backend.put(torch.tensor([3]))
-    ops.rope_append(*put, s.heads, s.kv_heads, keys, values, slot, "q8_0", "q8_0")
-    assert keys._version > before[0] and values._version > before[1]
-
-
 def test_a_compiled_step(backend: Backend) -> None:
     """The write and attention in one graph; what is compiled sees it."""
     s = Shape(1, 1, 4, 2, 64, 64)

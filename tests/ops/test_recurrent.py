@@ -9,13 +9,12 @@ import torch
 from backends import Backend
 from inputs import activations
 from oracle import DTYPES, Value, check
-from recurrent_oracle import causal_conv, gated_delta
+from recurrent_oracle import causal_conv, check_written, gated_delta
 from torch import Tensor
 
 ops = torch.ops.metalmm
 pytestmark = pytest.mark.schedules
 
-EPS = 1e-6
 # Sequences, positions, channels, taps, inputs that the state holds.
 CONVS = (
     (1, 1, 300, 4, 4),
@@ -51,18 +50,6 @@ def operands(shape: tuple[int, ...], dtype: torch.dtype) -> dict[str, Tensor]:
     }
 
 
-def check_delta(given: dict[str, Tensor], backend: Backend, what: str, eps: float = EPS) -> None:
-    want, state = gated_delta(**given, eps=eps)
-    put = {name: backend.put_view(t) for name, t in given.items()}
-    put["state"] = put["state"].clone()
-    version = put["state"]._version
-    y = ops.gated_delta(**put, eps=eps)
-    assert y.dtype == given["qkv"].dtype and y.is_contiguous()
-    check(y, want.store(y.dtype), what)
-    check(put["state"], state, f"{what} state")
-    assert put["state"]._version > version
-
-
 def conv_operands(shape: tuple[int, ...], dtype: torch.dtype) -> dict[str, Any]:
     """Arguments of causal_conv, x of wider rows."""
     batch, positions, channels, taps, width = shape
@@ -70,19 +57,9 @@ def conv_operands(shape: tuple[int, ...], dtype: torch.dtype) -> dict[str, Any]:
         "x": activations(batch, positions, channels + 6, dtype=dtype, seed=shape)[..., 5:-1],
         "weight": activations(channels, taps, seed=("w", shape)),
         "bias": activations(channels, seed=("b", shape)),
+        "activation": "silu",
         "state": activations(batch, channels, width, dtype=dtype, seed=("s", shape)),
     }
-
-
-def check_conv(given: dict[str, Any], backend: Backend, what: str) -> None:
-    want, state = causal_conv(**given)
-    put = {n: backend.put_view(t) if isinstance(t, Tensor) else t for n, t in given.items()}
-    put["state"] = put["state"].clone()
-    version = put["state"]._version
-    y = ops.causal_conv(**put)
-    assert y.dtype == given["x"].dtype and y.is_contiguous()
-    check(y, want.store(y.dtype), what)
-    assert torch.equal(put["state"].cpu(), state) and put["state"]._version > version
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
@@ -90,36 +67,10 @@ def check_conv(given: dict[str, Any], backend: Backend, what: str) -> None:
 def test_causal_conv(shape: tuple[int, ...], dtype: torch.dtype, backend: Backend) -> None:
     """Weights in f32 and in the dtype of x, one of them with and one without a bias."""
     given = conv_operands(shape, dtype)
-    check_conv(given | {"activation": "silu"}, backend, f"{shape} silu")
+    check_written(causal_conv, given, backend, f"{shape} silu")
     own = {"weight": given["weight"].to(dtype), "bias": None, "activation": None}
-    check_conv(given | own, backend, f"{shape} own")
-    check_conv(given | own | {"bias": given["bias"]}, backend, f"{shape} mixed")
-
-
-def test_a_prompt_of_causal_conv_is_its_parts(backend: Backend) -> None:
-    """Bit for bit, wherever it is cut; a state between 16 bytes and one with gaps."""
-    given = conv_operands((2, 70, 12, 4, 4), torch.float16)
-    given |= {"activation": "silu"}
-    put = {n: backend.put(t) if isinstance(t, Tensor) else t for n, t in given.items()}
-    x, state = put.pop("x"), put.pop("state")
-    whole = state.clone()
-    y = ops.causal_conv(x, state=whole, **put)
-    memories = torch.ones(97, dtype=x.dtype), torch.ones(2, 13, 9, dtype=x.dtype)
-    views = (lambda t: t[1:].view(2, 12, 4)), (lambda t: t[:, 1:, 2:6])
-    for memory, view in zip(memories, views, strict=True):
-        own = backend.put(memory)
-        view(own).copy_(state)
-        parts = x.split([1, 32, 1, 34, 2], 1)
-        ys = [ops.causal_conv(t, state=view(own), **put) for t in parts]
-        assert torch.equal(torch.cat(ys, 1), y)
-        assert torch.equal(view(own), whole)
-        outside = own.clone()
-        view(outside).fill_(1)
-        assert torch.equal(outside, torch.ones_like(own))  # the neighbours stay
-    before = whole.clone()
-    assert ops.causal_conv(x[:, :0], state=whole, **put).shape == (2, 0, 12)
-    assert ops.causal_conv(x[:0], state=whole[:0], **put).shape == (0, 70, 12)
-    assert torch.equal(whole, before)
+    check_written(causal_conv, given | own, backend, f"{shape} own")
+    check_written(causal_conv, given | own | {"bias": given["bias"]}, backend, f"{shape} mixed")
 
 
 def test_causal_conv_as_the_models_keep_it(backend: Backend) -> None:
@@ -141,9 +92,9 @@ def test_causal_conv_as_the_models_keep_it(backend: Backend) -> None:
 def test_gated_delta(shape: tuple[int, ...], dtype: torch.dtype, backend: Backend) -> None:
     """a_log and dt_bias in f32 and in the dtype of x; a and b of another dtype."""
     given = operands(shape, dtype)
-    check_delta(given, backend, str(shape))
+    check_written(gated_delta, given, backend, str(shape))
     own = {name: given[name].to(dtype) for name in ("a_log", "dt_bias")}
-    check_delta(given | own | {"b": given["b"].float()}, backend, f"{shape} own")
+    check_written(gated_delta, given | own | {"b": given["b"].float()}, backend, f"{shape} own")
 
 
 def test_gates_far_out_and_large_rows(backend: Backend) -> None:
@@ -155,6 +106,6 @@ def test_gates_far_out_and_large_rows(backend: Backend) -> None:
     sizes = torch.tensor([1e-12, 0.0, 1e12, 1.0])
     qk = given["qkv"][..., :128] * sizes[None, :, None]
     given["qkv"] = torch.cat([qk, given["qkv"][..., 128:] * 1e4], -1)
-    check_delta(given, backend, "far out")
+    check_written(gated_delta, given, backend, "far out")
     given["a"], given["a_log"] = torch.full((2, 4, 4), -12.0), torch.full((4,), -9.0)
-    check_delta(given, backend, "long memory")  # 1 - e^g of 1e-9
+    check_written(gated_delta, given, backend, "long memory")  # 1 - e^g of 1e-9

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import pytest
 import test_recurrent
 import test_ssm_scan
@@ -20,40 +22,60 @@ OPS = {
 SCANS = tuple(OPS)[:2]  # whose states are [sequences, heads, ...]
 
 
+# {op: sizes of a prompt, and the positions of its parts}; causal_conv takes 32 of them at a time.
+PROMPTS = dict.fromkeys(SCANS, ((2, 5, 1, 2, 48, 20), [1] * 5))
+PROMPTS |= {"causal_conv": ((2, 70, 12, 4, 4), [1, 32, 1, 34, 2])}
+View = Callable[[Tensor], Tensor]
+# {op: sizes of a step, and views of two memories as its state}: one begins between 16 bytes, one
+# has gaps.
+STEPS: dict[str, tuple[tuple[int, ...], tuple[tuple[tuple[int, ...], View], ...]]] = dict.fromkeys(
+    SCANS,
+    (
+        (2, 2, 1, 2, 16, 8),
+        (
+            ((513,), lambda t: t[1:].view(2, 2, 16, 8)),
+            ((2, 3, 16, 12), lambda t: t[:, 1:, :, 3:11]),
+        ),
+    ),
+)
+STEPS["causal_conv"] = (
+    (2, 3, 12, 4, 4),
+    (((97,), lambda t: t[1:].view(2, 12, 4)), ((2, 13, 9), lambda t: t[:, 1:, 2:6])),
+)
+
+
 def put_operands(op: str, shape: tuple[int, ...], backend: Backend) -> dict[str, Tensor]:
-    return {n: backend.put(t) for n, t in OPS[op][1](shape, torch.float32).items()}
+    dtype = torch.float16 if op == "causal_conv" else torch.float32
+    return {n: backend.put(t) for n, t in OPS[op][1](shape, dtype).items()}
 
 
-@pytest.mark.parametrize("op", SCANS)
-def test_a_prompt_is_its_steps(op: str, backend: Backend) -> None:
+@pytest.mark.parametrize("op", OPS)
+def test_a_prompt_is_its_parts(op: str, backend: Backend) -> None:
     """Bit for bit; of no positions and of no sequences the state is left alone."""
-    call, given = OPS[op][0], put_operands(op, (2, 5, 1, 2, 48, 20), backend)
+    call, (shape, parts) = OPS[op][0], PROMPTS[op]
+    given = put_operands(op, shape, backend)
     whole = given.pop("state")
-    rest = {n: given.pop(n) for n, t in [*given.items()] if t.dim() == 1}
+    rows = {n: given.pop(n) for n, t in [*given.items()] if isinstance(t, Tensor) and t.dim() == 3}
     state = whole.clone()
-    y = call(**given, **rest, state=whole)
-    steps = [
-        call(**{n: t[:, i : i + 1] for n, t in given.items()}, **rest, state=state)
-        for i in range(5)
-    ]
-    assert torch.equal(torch.cat(steps, 1), y) and torch.equal(state, whole)
-    none = {n: t[:, :0] for n, t in given.items()}
-    assert call(**none, **rest, state=state).shape == y[:, :0].shape
-    none = {n: t[:0] for n, t in given.items()}
-    assert call(**none, **rest, state=state[:0]).shape == y[:0].shape
+    y = call(**rows, **given, state=whole)
+    split = zip(*(t.split(parts, 1) for t in rows.values()), strict=True)
+    ys = [call(**dict(zip(rows, part, strict=True)), **given, state=state) for part in split]
+    assert torch.equal(torch.cat(ys, 1), y) and torch.equal(state, whole)
+    none = {n: t[:, :0] for n, t in rows.items()}
+    assert call(**none, **given, state=state).shape == y[:, :0].shape
+    none = {n: t[:0] for n, t in rows.items()}
+    assert call(**none, **given, state=state[:0]).shape == y[:0].shape
     assert torch.equal(state, whole)
 
 
-@pytest.mark.parametrize("op", SCANS)
+@pytest.mark.parametrize("op", OPS)
 def test_a_state_that_is_a_view(op: str, backend: Backend) -> None:
-    """One that begins between 16 bytes, and one with gaps, whose neighbours stay."""
-    call, given = OPS[op][0], put_operands(op, (2, 2, 1, 2, 16, 8), backend)
+    """Its neighbours in memory stay."""
+    call, (shape, views) = OPS[op][0], STEPS[op]
+    given = put_operands(op, shape, backend)
     state = given.pop("state")
-    for memory, view in (
-        (torch.ones(513), lambda t: t[1:].view(2, 2, 16, 8)),
-        (torch.ones(2, 3, 16, 12), lambda t: t[:, 1:, :, 3:11]),
-    ):
-        put = backend.put(memory)
+    for size, view in views:
+        put = backend.put(torch.ones(size, dtype=state.dtype))
         view(put).copy_(state)
         want, outside = state.clone(), put.clone()
         y = call(**given, state=want)

@@ -7,9 +7,13 @@ of what is relative, and exp itself is within 2 u; softplus is log(1 + e^x), who
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Any
+
 import torch
+from backends import Backend
 from layer_oracle import inverse_rms
-from oracle import TINY, Value, gamma
+from oracle import TINY, Value, check, gamma
 from torch import Tensor
 
 _FIELDS = ("exact", "error")
@@ -53,7 +57,13 @@ def causal_conv(
 
 
 def gated_delta(
-    qkv: Tensor, a: Tensor, b: Tensor, a_log: Tensor, dt_bias: Tensor, state: Tensor, eps: float
+    qkv: Tensor,
+    a: Tensor,
+    b: Tensor,
+    a_log: Tensor,
+    dt_bias: Tensor,
+    state: Tensor,
+    eps: float = 1e-6,
 ) -> tuple[Value, Value]:
     """y [B, S, H, dv], not yet stored, and the state behind the last position."""
     heads, dk, dv = state.shape[1:]
@@ -111,3 +121,20 @@ def ssm_scan(
         out.append(y)
     y = Value(*(torch.stack([getattr(o, n) for o in out], 1).flatten(2) for n in _FIELDS))
     return y if gate is None else y * Value.of(gate).silu(), s
+
+
+def check_written(
+    want: Callable[..., tuple[Value, Value | Tensor]],
+    given: dict[str, Any],
+    backend: Backend,
+    what: str,
+) -> None:
+    """The op of the name of `want`, a function above: its result, and the state that it writes."""
+    exact, after = want(**given)
+    put = {name: backend.put_view(t) for name, t in given.items()}
+    put["state"] = put["state"].clone()
+    y = getattr(torch.ops.metalmm, want.__name__)(**put)
+    rows = next(iter(given.values()))
+    assert y.dtype == rows.dtype and y.is_contiguous()
+    check(y, exact.store(y.dtype), what)
+    check(put["state"], after if isinstance(after, Value) else Value.of(after), f"{what} state")
