@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from backends import Backend, leaf
+from gradients import same_gradients
 from inputs import activations, random_weight
 from layer_oracle import ACTIVATIONS
 from oracle import U, spec
@@ -39,33 +40,6 @@ def whole64(qkv: Tensor, cos: Tensor, sin: Tensor, g: Tensor) -> tuple[Tensor, .
 def turned64(t: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     a, b = t.chunk(2, -1)
     return t * cos[:, None] + torch.cat([-b, a], -1) * sin[:, None]
-
-
-def same_gradients(
-    op: Callable[..., Any], reference: Callable[..., Any], inputs: list[Tensor], backend: Backend
-) -> None:
-    """First and second derivatives agree to the rounding of a few dozen sums of K terms."""
-    moved = [leaf(t, backend) for t in inputs]
-    exact = [t.double().requires_grad_() for t in inputs]
-
-    def derivatives(f: Callable[..., Any], at: list[Tensor]) -> list[Tensor]:
-        y = f(*at)
-        outputs = y if isinstance(y, tuple) else (y,)
-        total = sum((t * torch.cos(t.detach())).sum() for t in outputs)
-        first = torch.autograd.grad(total, at, create_graph=True)
-        norm = sum(d.square().sum() for d in first)
-        is_curved = norm.requires_grad
-        second = torch.autograd.grad(norm, at, allow_unused=True) if is_curved else ()
-        return [*first, *(d for d in second if d is not None)]
-
-    got, want = derivatives(op, moved), derivatives(reference, exact)
-    assert len(got) == len(want)
-    for a, b in zip(got, want, strict=True):
-        error, size = (
-            float(t.norm()) for t in (a.detach().cpu().double() - b.detach(), b.detach())
-        )
-        print(f"error / bound = {error / (64 * K * U * size + 1e-30):.3g}")
-        assert error <= 64 * K * U * size
 
 
 def test_norms(backend: Backend) -> None:

@@ -6,6 +6,7 @@ import pytest
 import torch
 from backends import Backend, leaf
 from expert_cases import Experts, chosen, decoded, rows, weights
+from gradients import same_gradients
 from inputs import activations
 from oracle import DTYPES, U, Value, check
 from torch import Tensor
@@ -60,55 +61,24 @@ def test_gradients_of_a_product(
     compare(list(got), list(torch.autograd.grad(want, exact, g.double())), 15 * 64, "linear")
 
 
-def test_gradients_of_gate_and_up(backend: Backend) -> None:
-    packed, ids = weights("q8_0", SIZES), chosen(SIZES)
-    w = decoded("q8_0", packed, SIZES.k).double()
-    given = [rows(SIZES, torch.float32) / 8, activations(4, 6, seed="bias")]
-    mine = [leaf(t, backend) for t in given]
-    exact = [t.double().requires_grad_() for t in given]
-    y = ops.expert_swiglu(
-        mine[0], backend.put(packed), backend.put(ids), mine[1], "q8_0", "swiglu_oai", True,
-        limit=2.0, alpha=1.702,
-    )  # fmt: skip
-    want = swiglu64(exact[0], w, ids, exact[1])
-    g = activations(*want.shape, seed="g")
-    got = torch.autograd.grad(y, mine, backend.put(g))
-    compare(list(got), list(torch.autograd.grad(want, exact, g.double())), 4 * 15 * 64, "swiglu")
-
-
-def test_second_gradients(backend: Backend) -> None:
+def test_first_and_second_derivatives(backend: Backend) -> None:
     packed, ids = weights("q8_0", SIZES), chosen(SIZES)
     w = decoded("q8_0", packed, SIZES.k).double()
     x, scores = rows(SIZES, torch.float32), activations(5, 3, seed="scores")
-
-    def second(y_of, *inputs: Tensor) -> list[Tensor]:
-        first = torch.autograd.grad(y_of(*inputs).square().sum(), inputs, create_graph=True)
-        return list(torch.autograd.grad(sum(g.square().sum() for g in first), inputs))
-
-    put = backend.put(packed), backend.put(ids)
-    got = second(
-        lambda x, s: ops.expert_linear(x, *put, None, "q8_0", s), leaf(x, backend),
-        leaf(scores, backend),
-    )  # fmt: skip
-    none = torch.zeros(4, 6, dtype=torch.float64)
-    want = second(
-        lambda x, s: in_float64(x, w, ids, none, s), x.double().requires_grad_(),
-        scores.double().requires_grad_(),
-    )  # fmt: skip
-    compare(got, want, 15 * 64 * 8, "second")
-
-
-def test_a_weight_that_requires_grad(backend: Backend) -> None:
-    w = backend.put(torch.zeros(4, 6, 64)).requires_grad_()
-    x, ids = backend.put(rows(SIZES, torch.float32)), backend.put(chosen(SIZES))
-    for call in (
-        lambda: ops.expert_linear(x, w, ids, None, "f32"),
-        lambda: ops.expert_swiglu(x, w, ids, None, "f32"),
-        lambda: ops.expert_swiglu(x, w.detach(), ids, None, "f32", up_weight=w),
-        lambda: ops.expert_input_grad(x.view(5, 1, 64), w, ids[:, :1], "f32", 64),
-    ):
-        with pytest.raises(ValueError, match=r"weight: requires grad, .* pass weight.detach\(\)"):
-            call()
+    put, none = (backend.put(packed), backend.put(ids)), torch.zeros(4, 6, dtype=torch.float64)
+    same_gradients(
+        lambda x, s: ops.expert_linear(x, *put, None, "q8_0", s),
+        lambda x, s: in_float64(x, w, ids, none, s),
+        [x, scores],
+        backend,
+    )
+    oai = ("q8_0", "swiglu_oai", True)
+    same_gradients(
+        lambda x, b: ops.expert_swiglu(x, *put, b, *oai, limit=2.0, alpha=1.702),
+        lambda x, b: swiglu64(x, w, ids, b),
+        [x / 8, activations(4, 6, seed="bias")],
+        backend,
+    )
 
 
 def test_autocast(backend: Backend) -> None:
