@@ -9,7 +9,7 @@ import inputs
 import oracle
 import pytest
 import torch
-from backends import Backend
+from backends import CPU, SELECTED, Backend
 from inputs import activations, random_weight
 from oracle import Value, check, linear_of_rounded, spec
 from torch import Tensor
@@ -34,12 +34,8 @@ def calls() -> dict[str, Callable[..., Tensor]]:
 
 
 OPS = tuple(calls())
-KINDS = pytest.mark.parametrize("kind", TOP_CODES)
-
-
-def skip_others(backend: Backend) -> None:
-    if backend.name != "cpu":
-        pytest.skip("int8 activations are the native CPU engine's")
+NATIVE = pytest.mark.skipif(CPU not in SELECTED, reason="the cpu engine was not asked for")
+KINDS = pytest.mark.parametrize("kind", [pytest.param(k, marks=NATIVE) for k in TOP_CODES])
 
 
 @pytest.mark.parametrize("op", OPS)
@@ -67,9 +63,9 @@ def test_meta_takes_it(kind: str, op: str) -> None:
     assert calls()[op](x, w, activations=kind).shape == (3, N)
 
 
+@NATIVE
 @pytest.mark.parametrize("name", ("gemm_tiled", "gemm_naive", "split_reduce"))
-def test_strategies_without_int8(name: str, backend: Backend) -> None:
-    skip_others(backend)
+def test_strategies_without_int8(name: str) -> None:
     x, w = activations(3, K), random_weight("q4_k", N, K)
     said = rf"^strategy: unknown '{name}' on cpu with rounded activations; allowed: gemv, gemv_b"
     with pytest.raises(ValueError, match=said):
@@ -84,10 +80,7 @@ def test_strategies_without_int8(name: str, backend: Backend) -> None:
 @pytest.mark.parametrize("grad", [False, True])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("op", OPS)
-def test_opcheck_of_int8(
-    kind: str, op: str, dtype: torch.dtype, grad: bool, backend: Backend
-) -> None:
-    skip_others(backend)
+def test_opcheck_of_int8(kind: str, op: str, dtype: torch.dtype, grad: bool) -> None:
     x, w = activations(3, K, dtype=dtype).requires_grad_(grad), random_weight("q4_k", N, K)
     args: dict[str, tuple[Any, ...]] = {
         "linear": (x, w, None, "q4_k"),
@@ -100,10 +93,7 @@ def test_opcheck_of_int8(
 
 @KINDS
 @pytest.mark.parametrize("dtype", oracle.DTYPES, ids=str)
-def test_bias_and_residual_are_added_unrounded(
-    kind: str, dtype: torch.dtype, backend: Backend
-) -> None:
-    skip_others(backend)
+def test_bias_and_residual_are_added_unrounded(kind: str, dtype: torch.dtype) -> None:
     w, x = random_weight("q4_k", N, K), activations(5, K, dtype=dtype)
     bias, residual = activations(N, seed="bias"), activations(5, N, seed="residual")
     y = ops.linear(x, w, bias, "q4_k", None, residual, activations=kind)
@@ -112,9 +102,8 @@ def test_bias_and_residual_are_added_unrounded(
 
 
 @KINDS
-def test_swiglu_of_int8(kind: str, backend: Backend) -> None:
+def test_swiglu_of_int8(kind: str) -> None:
     """Gate and up take x rounded; a dense one of the two takes it as it is."""
-    skip_others(backend)
     x = activations(5, K) / 8
     gate, up = random_weight("q4_k", N, K), random_weight("f32", N, K)
     rounded = linear_of_rounded(x, "q4_k", gate, kind).silu()
@@ -125,9 +114,8 @@ def test_swiglu_of_int8(kind: str, backend: Backend) -> None:
 
 
 @KINDS
-def test_swiglu_linear_rounds_the_hidden_values(kind: str, backend: Backend) -> None:
+def test_swiglu_linear_rounds_the_hidden_values(kind: str) -> None:
     """relu2(gate) up of small integers is exact: what is rounded is that product."""
-    skip_others(backend)
     generator, w = inputs.generator("hidden"), random_weight("q6_k", N, K)
     gate, up = (torch.randint(-9, 10, (5, K), generator=generator).float() for _ in range(2))
     y = ops.swiglu_linear(gate, up, w, None, "q6_k", "relu2", activations=kind)
@@ -135,9 +123,8 @@ def test_swiglu_linear_rounds_the_hidden_values(kind: str, backend: Backend) -> 
 
 
 @KINDS
-def test_norm_linear_rounds_the_norm(kind: str, backend: Backend) -> None:
+def test_norm_linear_rounds_the_norm(kind: str) -> None:
     """Rows whose norm is themselves, exactly: of as many 1 as -1, with eps = 0."""
-    skip_others(backend)
     x = torch.where(torch.rand(5, K, generator=inputs.generator("norm")) < 0.5, -1.0, 1.0)
     w, factors = random_weight("q6_k", N, K), activations(K, seed="factors")
     y = ops.norm_linear(x, factors, 0.0, 0.0, w, None, "q6_k", activations=kind)
@@ -145,9 +132,8 @@ def test_norm_linear_rounds_the_norm(kind: str, backend: Backend) -> None:
 
 
 @KINDS
-def test_the_gradient_is_that_of_exact_activations(kind: str, backend: Backend) -> None:
+def test_the_gradient_is_that_of_exact_activations(kind: str) -> None:
     """Straight through: rounding is taken for the identity."""
-    skip_others(backend)
     w, g = random_weight("q4_k", N, K), activations(3, N, seed="g")
     x = activations(3, K).requires_grad_()
     ops.linear(x, w, None, "q4_k", activations=kind).backward(g)
@@ -156,8 +142,7 @@ def test_the_gradient_is_that_of_exact_activations(kind: str, backend: Backend) 
 
 
 @KINDS
-def test_autocast_rounds_its_own_dtype(kind: str, backend: Backend) -> None:
-    skip_others(backend)
+def test_autocast_rounds_its_own_dtype(kind: str) -> None:
     w, x = random_weight("q4_k", N, K), activations(3, K)
     with torch.autocast("cpu", torch.bfloat16):
         y = ops.linear(x, w, None, "q4_k", activations=kind)
@@ -166,8 +151,7 @@ def test_autocast_rounds_its_own_dtype(kind: str, backend: Backend) -> None:
 
 
 @KINDS
-def test_compiled(kind: str, backend: Backend) -> None:
-    skip_others(backend)
+def test_compiled(kind: str) -> None:
     torch._dynamo.reset()
     w, x = random_weight("q4_k", N, K), activations(3, K)
 

@@ -264,34 +264,25 @@ def test_vector_kernels_of_macs_read_no_long_blocks(strategy: str, width: int) -
 
 
 @pytest.mark.parametrize(
-    ("changes", "takes"),
+    ("bit", "changes", "is_set"),
     [
-        ({"chip": "m1"}, True),
-        ({"chip": "m4-max", "strategy": "gemv_batched"}, True),
-        ({"chip": "m1", "gpu": {"keeps_subnormals": False}}, False),
-        ({"chip": "m1", "format": "f16", "k": 64, "strategy": "gemv"}, False),
-        ({"chip": "m1", "strategy": "gemm"}, False),
-        ({"chip": _C.CUDA}, False),
+        ("subnormals", {"chip": "m1"}, True),
+        ("subnormals", {"chip": "m4-max", "strategy": "gemv_batched"}, True),
+        ("subnormals", {"chip": "m1", "gpu": {"keeps_subnormals": False}}, False),
+        ("subnormals", {"chip": "m1", "format": "f16", "k": 64, "strategy": "gemv"}, False),
+        ("subnormals", {"chip": "m1", "strategy": "gemm"}, False),
+        ("subnormals", {"chip": _C.CUDA}, False),
+        ("packed_rows", {}, True),
+        ("packed_rows", {"w_stride": 88}, False),
+        ("packed_rows", {"w_stride": 88, "n": 1}, True),
+        ("packed_rows", {"op": "swiglu_up"}, True),
+        ("packed_rows", {"op": "swiglu_up", "w2_stride": 88}, False),
     ],
 )
-def test_codes_as_subnormal_halves(changes: dict[str, Any], takes: bool) -> None:
-    """Of packed rows, by vector kernels, on GPUs that keep them."""
-    assert bool(bounds_of(changes) & _C.BOUNDS_BITS["subnormals"]) == takes
-
-
-@pytest.mark.parametrize(
-    ("changes", "packed"),
-    [
-        ({}, True),
-        ({"w_stride": 88}, False),
-        ({"w_stride": 88, "n": 1}, True),
-        ({"op": "swiglu_up"}, True),
-        ({"op": "swiglu_up", "w2_stride": 88}, False),
-    ],
-)
-def test_packed_rows(changes: dict[str, Any], packed: bool) -> None:
-    """Whether rows of W, and of W2, follow each other: a kernel then needs no stride."""
-    assert bool(bounds_of(changes) & 32) == packed
+def test_what_kernels_are_told_of_w(bit: str, changes: dict[str, Any], is_set: bool) -> None:
+    """Codes are subnormal halves in packed rows, for vector kernels, on GPUs that keep them; a
+    kernel needs no stride where rows of W, and of W2, follow each other."""
+    assert bool(bounds_of(changes) & _C.BOUNDS_BITS[bit]) == is_set
 
 
 @pytest.mark.parametrize(
