@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 from tiny_models import tiny_llama, token_ids
+from torch._dynamo.testing import CompileCounter
 from transformers import MistralConfig
 
 from torch_metalmm import PackedCache, fuse_, quantize_
@@ -24,15 +25,9 @@ def fused(**options: Any) -> Any:
 @pytest.mark.parametrize("format", ["f32", "q8_0"])
 def test_a_compiled_model_is_not_compiled_for_each_token(format: str) -> None:
     """A graph for the first token, and one for any length."""
-    model, ids, graphs = fused(), token_ids(1, 16), 0
-
-    def count(graph: torch.fx.GraphModule, inputs: object) -> Any:
-        nonlocal graphs
-        graphs += 1
-        return graph.forward
-
+    model, ids, counter = fused(), token_ids(1, 16), CompileCounter()
     torch._dynamo.reset()
-    compiled = torch.compile(model, backend=count)
+    compiled = torch.compile(model, backend=counter)
     ours, theirs = (PackedCache(model.config, format) for _ in range(2))
     with torch.no_grad():
         for cache in (ours, theirs):
@@ -41,7 +36,7 @@ def test_a_compiled_model_is_not_compiled_for_each_token(format: str) -> None:
             got = compiled(token, past_key_values=ours).logits
             want = model(token, past_key_values=theirs).logits
             torch.testing.assert_close(got, want)
-    assert graphs <= 2
+    assert counter.frame_count <= 2
 
 
 @pytest.mark.parametrize("slots", [None, 400])

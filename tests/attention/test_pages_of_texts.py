@@ -50,7 +50,7 @@ BLOCKS = st.lists(st.integers(0, 1), min_size=1, max_size=4)
 OWNERS = st.sampled_from([b"", b"a"])
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=100)
 @given(st.lists(st.tuples(st.booleans(), BLOCKS, st.sampled_from([0, 1, 40]), OWNERS), max_size=30))
 def test_pages_are_their_texts(steps: list[tuple[bool, list[int], int, bytes]]) -> None:
     texts = Texts(7)
