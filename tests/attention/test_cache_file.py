@@ -37,6 +37,7 @@ def continued(model: Any, cache: Any, tokens: Tensor, mask: Tensor) -> Any:
     return torch.cat(found, 1)
 
 
+@pytest.mark.covering
 @pytest.mark.parametrize("kind", ["llama", "gemma3_text", "smollm3"])
 @pytest.mark.parametrize("format", FORMATS)
 @pytest.mark.parametrize("prompt", [3, 20])

@@ -63,24 +63,6 @@ def test_backward_of_a_compiled_layer(dtype: torch.dtype, backend: Backend) -> N
     check(dx, Value.of(g).dot(spec("q5_1", packed, 96).T).store(dtype), "compiled dx")
 
 
-def test_every_op_compiles(backend: Backend) -> None:
-    """swiglu, swiglu_linear, gemm, gemv, dequantize, quantize and embedding in one graph."""
-    w = backend.put(random_weight("q4_0", 64, 64))
-    ids = backend.put(torch.tensor([3, 60]))
-
-    def f(x: Tensor) -> tuple[Tensor, ...]:
-        gated = ops.swiglu(x, w, w, "q4_0", "q4_0")
-        down = ops.swiglu_linear(gated, x, w, None, "q4_0")
-        product = ops.gemm(down, w, "q4_0", x, 0.5, 2.0)
-        row = ops.gemv(product[0], w, "q4_0")
-        again = ops.quantize(ops.dequantize(w, "q4_0"), "q8_0")
-        return row, again, ops.embedding(ids, w, "q4_0", dtype=torch.bfloat16)
-
-    x = backend.put(activations(3, 64)) / 8
-    for a, b in zip(torch.compile(f, fullgraph=True)(x), f(x), strict=True):
-        assert a.dtype == b.dtype and torch.equal(a, b)
-
-
 def test_autocast_compiles(backend: Backend) -> None:
     """Autocast inside a compiled function casts as it does in eager."""
     layer = Layer("q8_0").to(backend.device)
