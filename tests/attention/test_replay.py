@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 from layer_models import ids, layers
-from replay_pair import KINDS, WINDOW, Pair, fused, recurrent
+from replay_pair import KINDS, WINDOW, Pair, fused, recorded, recurrent
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
@@ -222,9 +222,7 @@ def test_two_steps_of_one_position_do_not_make_a_recording() -> None:
 
 @pytest.mark.parametrize("what", [*CHANGES, *EAGER])
 def test_a_change_of_the_model_is_seen(what: str) -> None:
-    pair = Pair(fused(), "q8_0/q8_0")
-    pair.step(5)
-    assert pair.replays()
+    pair = recorded()
     before = pair.step(seed=9)
     for each in pair.caches:
         each.crop(-1)
@@ -246,9 +244,7 @@ def test_a_change_of_the_model_is_seen(what: str) -> None:
     ],
 )
 def test_a_step_of_another_kind_is_the_models_own(given: dict[str, Any], why: str) -> None:
-    pair = Pair(fused(), "q8_0/q8_0")
-    pair.step(5)
-    assert pair.replays()
+    pair = recorded()
     if "attention_mask" in given:
         given = {"attention_mask": torch.ones(1, 10, dtype=torch.long)}
         given["attention_mask"][0, 0] = 0
@@ -277,9 +273,7 @@ def test_positions_that_are_given_are_read() -> None:
 
 
 def test_a_failing_step_leaves_no_rows() -> None:
-    pair = Pair(fused(), "q8_0/q8_0")
-    pair.step(5)
-    assert pair.replays()
+    pair = recorded()
     cache = pair.caches[0]
     length = cache.get_seq_length()
     with torch.no_grad(), pytest.raises(IndexError):

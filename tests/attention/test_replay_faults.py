@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import gc
 import weakref
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 from layer_models import ids, small
-from replay_pair import WINDOW, Pair, fused, recurrent, unfused
+from replay_pair import WINDOW, Pair, fused, recorded, recurrent, unfused
 from torch import Tensor, nn
 from transformers import AttentionInterface
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
@@ -24,13 +23,6 @@ from torch_metalmm.hf.replay import _HELD, explain
 from torch_metalmm.models.cache_argument import with_cache
 
 
-def recorded(model: Any = None) -> Pair:
-    pair = Pair(model or fused(), "q8_0/q8_0")
-    pair.step(5)
-    assert pair.replays(), pair.steps.why
-    return pair
-
-
 def test_states_are_advanced_once_where_a_recording_ends() -> None:
     """The recurrent layer has written its state when the next one says that it cannot."""
     pair = Pair(unfused(recurrent(), 1), "q8_0/q8_0")
@@ -40,20 +32,18 @@ def test_states_are_advanced_once_where_a_recording_ends() -> None:
     assert pair.steps.why == "a layer that fuse_ has not changed, for several tokens"
 
 
-def test_states_of_a_step_that_fails_are_those_before() -> None:
+def test_states_of_a_step_that_fails_are_those_before(monkeypatch: pytest.MonkeyPatch) -> None:
     pair = Pair(recurrent(), "q8_0/q8_0")
     pair.step(9)
+    own = type(pair.model).forward
 
-    def fail(*args: Any) -> None:
+    def fail(*args: Any, **kwargs: Any) -> None:
+        own(*args, **kwargs)
         raise KeyboardInterrupt
 
-    own = type(pair.model).forward
-    try:
-        type(pair.model).forward = lambda self, *a, **k: fail(own(self, *a, **k))  # type: ignore[method-assign]
-        with torch.no_grad(), pytest.raises(KeyboardInterrupt):
-            pair.model(input_ids=ids(1, 1), **with_cache(pair.model, pair.caches[0]))
-    finally:
-        type(pair.model).forward = own  # type: ignore[method-assign]
+    with monkeypatch.context() as patched, torch.no_grad(), pytest.raises(KeyboardInterrupt):
+        patched.setattr(type(pair.model), "forward", fail)
+        pair.model(input_ids=ids(1, 1), **with_cache(pair.model, pair.caches[0]))
     pair.step()
 
 
@@ -134,38 +124,25 @@ def test_positions_that_a_fixed_slot_has_are_absolute() -> None:
     assert slots.tolist() == [5, 6] and int(length) == 7 and int(fixed.position) == 7
 
 
-def _of_class(model: Any) -> None:
-    model.model.norm.__class__ = type("Twice", (type(model.model.norm),), {"forward": _twice})
-
-
 def _twice(self: Any, x: Tensor) -> Tensor:
     return 2 * super(type(self), self).forward(x)  # type: ignore[no-any-return, misc]
 
 
-@contextmanager
-def _class_attribute(model: Any, name: str, value: Any) -> Iterator[None]:
-    kind = type(model.model.norm)
-    own = vars(kind).get(name)
-    setattr(kind, name, value)
-    try:
-        yield
-    finally:
-        delattr(kind, name) if own is None else setattr(kind, name, own)
-
-
 def test_another_class_is_seen() -> None:
     pair = recorded()
-    _of_class(pair.model)
+    norm = pair.model.model.norm
+    norm.__class__ = type("Twice", (type(norm),), {"forward": _twice})
     replays = pair.steps.replays
     pair.step(seed=9)
     assert pair.steps.replays == replays
 
 
 @pytest.mark.parametrize("name", ["__call__", "_call_impl"])
-def test_another_call_of_a_class_is_seen(name: str) -> None:
+def test_another_call_of_a_class_is_seen(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     pair = recorded()
-    own = getattr(nn.Module, name)
-    with _class_attribute(pair.model, name, lambda self, *a, **k: 2 * own(self, *a, **k)):
+    own, kind = getattr(nn.Module, name), type(pair.model.model.norm)
+    with monkeypatch.context() as patched:
+        patched.setattr(kind, name, lambda self, *a, **k: 2 * own(self, *a, **k))
         replays = pair.steps.replays
         pair.step(seed=9)
         assert pair.steps.replays == replays
@@ -176,9 +153,7 @@ def test_an_expert_beside_the_others_that_moves_is_seen() -> None:
     """A layer of experts reads the one that all share in the memory of the others, if it lies
     there: by its address, which no op has."""
     model = fused_family(family("qwen3_5_moe_text"))
-    pair = Pair(model, "q8_0/q8_0")
-    pair.step(5)
-    assert pair.replays(), pair.steps.why
+    pair = recorded(model)
     before = pair.step(seed=9)
     shared = next(m for n, m in model.named_modules() if n.endswith("shared_expert"))
     weight = next(shared.parameters())

@@ -147,7 +147,7 @@ def _sequence(model: Any, kind: str, engine: str, r: random.Random) -> None:
     formats = ("q8_0/q8_0",) if kind == HYBRID else ("f16", "f32", "q8_0/q8_0")
     pairs = [Pair(model, r.choice(formats), r.choice((1, 2))) for _ in range(r.choice((1, 1, 2)))]
     for pair in pairs:
-        pair.step(r.randrange(2, 70))
+        pair.step(r.randrange(2, 70 if engine == "cpu" else 20))
     acts = [*OF_MODELS, *OF_CACHES, *OF_STEPS, "failing", "interrupted"]
     if engine != "cpu":
         acts.remove("failing")  # a GPU's kernels do not say that there is no such token

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+import functools
 from typing import Any
 
 import torch
@@ -16,6 +18,11 @@ WINDOW = 64
 
 
 def fused(kind: str = "llama", cache: str = "q8_0/q8_0") -> Any:
+    return copy.deepcopy(_fused(kind, cache))
+
+
+@functools.cache
+def _fused(kind: str, cache: str) -> Any:
     window = {"sliding_window": WINDOW} if kind == "gemma3_text" else {}
     model = small(kind, head_dim=32, num_hidden_layers=2, **window)
     return fuse_(model, "swiglu", cache=cache)
@@ -23,8 +30,10 @@ def fused(kind: str = "llama", cache: str = "q8_0/q8_0") -> Any:
 
 def recurrent() -> Any:
     """Of a linear layer and one that attends."""
+    sizes = {"linear_num_key_heads": 2, "linear_num_value_heads": 4}
+    sizes |= {"linear_key_head_dim": 32, "linear_value_head_dim": 32}
     kinds = ["linear_attention", "full_attention"]
-    return fuse_(small("qwen3_5_text", layer_types=kinds), "swiglu", cache="q8_0/q8_0")
+    return fuse_(small("qwen3_5_text", layer_types=kinds, **sizes), "swiglu", cache="q8_0/q8_0")
 
 
 def unfused(model: Any, layer: int, eps: float = 0.01) -> Any:
@@ -72,3 +81,11 @@ class Pair:
             before = self.steps.replays
             self.step(count, seed=i, **given)
         return self.steps.replays > before
+
+
+def recorded(model: Any = None) -> Pair:
+    """A pair behind a prompt and its first replay."""
+    pair = Pair(model or fused(), "q8_0/q8_0")
+    pair.step(5)
+    assert pair.replays(), pair.steps.why
+    return pair
