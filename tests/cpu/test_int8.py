@@ -94,25 +94,16 @@ def test_integers_have_exact_sums(name: str, strategy: str | None, kind: str) ->
 @pytest.mark.parametrize("strategy", STRATEGIES)
 @pytest.mark.parametrize("name", PACKED)
 def test_results_are_within_the_bound(name: str, strategy: str | None, kind: str) -> None:
-    """Every loop short, full and over: W of 1 to 100 rows, K of one block and of many."""
+    """Every loop short, full and over: W of 1 to 100 rows, K of one block and of many. 1e5 beside
+    numbers of 1, in the second row, costs the digits of its own 32 values."""
     block = formats.get(name).block_values
     for n, k in ((1, block), (3, 3 * block), (50, inputs.long_k(name)), (100, 2 * block)):
         w = random_weight(name, n, k)
         for m in ROWS if n == 50 else (1, 6, 18):
             x = activations(m, k)
+            x[1:2, k // 2] = 1e5
             y = linear(x, w, None, name, strategy, activations=kind)
             check(y, linear_of_rounded(x, name, w, kind), f"{name} {strategy} M={m} N={n} K={k}")
-
-
-@pytest.mark.parametrize("name", PACKED)
-def test_outliers_stay_within_their_block(name: str, kind: str) -> None:
-    """1e5 beside numbers of 1 costs the digits of its own 32 values."""
-    k = inputs.long_k(name)
-    w, x = random_weight(name, 9, k), activations(5, k)
-    x[:, 40] = 1e5
-    for strategy in STRATEGIES:
-        y = linear(x, w, None, name, strategy, activations=kind)
-        check(y, linear_of_rounded(x, name, w, kind), f"{name} {strategy}")
 
 
 @pytest.mark.parametrize("name", ALL_PACKED)
@@ -139,16 +130,12 @@ def test_the_batch_changes_no_bit_of_a_row(name: str, strategy: str, kind: str) 
 def test_threads_change_no_bit(name: str, kind: str) -> None:
     k = inputs.long_k(name)
     w, x = random_weight(name, 300, k), activations(300, k)
-    before = torch.get_num_threads()
-    try:
-        results = []
-        for threads in (1, 2, 3):
-            torch.set_num_threads(threads)
-            ys = [linear(x[:m], w, None, name, activations=kind) for m in (1, 2, 8, 30, 300)]
-            results.append(torch.cat(ys))
-        assert torch.equal(results[0], results[1]) and torch.equal(results[0], results[2])
-    finally:
-        torch.set_num_threads(before)
+    results = []
+    for threads in (1, 2, 3):
+        torch.set_num_threads(threads)
+        ys = [linear(x[:m], w, None, name, activations=kind) for m in (1, 2, 8, 30, 300)]
+        results.append(torch.cat(ys))
+    assert torch.equal(results[0], results[1]) and torch.equal(results[0], results[2])
 
 
 @pytest.mark.parametrize("strategy", STRATEGIES)

@@ -260,7 +260,7 @@ def test_results_have_the_strides_of_their_fakes(
         return view.requires_grad_() if grad and view.is_floating_point() else view
 
     r = random.Random(str(dtype))
-    for _ in range(10 if backend.is_slow else 40):
+    for _ in range(10 if backend.is_slow else 20):
         for op, *args in calls_with_ones(r, dtype):
             args = [moved(a) for a in args]
             with FakeTensorMode() as mode:
