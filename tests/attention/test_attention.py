@@ -64,10 +64,10 @@ def test_keys_of_f16_between_the_words_of_values(backend: Backend) -> None:
         checked(call, backend, strategy, strategy)
 
 
-@pytest.mark.parametrize("length", [65, 200, 4097, 9000])
+@pytest.mark.parametrize("length", [65, 200, 4500])
 def test_parts_of_a_long_context(length: int, backend: Backend) -> None:
     """Lengths at which parts are longer than the shortest, and shorter than the cache."""
-    cache = layer((1, 1, 9500, 64), length, ("q8_0", "q8_0"))
+    cache = layer((1, 1, 4700, 64), length, ("q8_0", "q8_0"))
     for queries, strategy in product((1, 9), STRATEGIES[:2]):
         q = activations(1, 2, queries, 64, seed="q")
         window = 70 if queries == 9 else 0
@@ -177,17 +177,13 @@ def test_a_window_wider_than_any_cache_is_none(queries: int, backend: Backend) -
 
 def test_threads_change_no_bit(backend: Backend) -> None:
     cache = layer((2, 2, 900, 64), 900, ("q8_0", "f16"))
-    before = torch.get_num_threads()
-    try:
-        for queries in (1, 5, 30) if not backend.chip() else ():
-            results = []
-            for threads in (1, 2, 3):
-                torch.set_num_threads(threads)
-                q = activations(2, 8, queries, 64, seed="q")
-                results.append(attend(Call(q, cache, Traits()), backend))
-            assert all(torch.equal(y, results[0]) for y in results)
-    finally:
-        torch.set_num_threads(before)
+    for queries in (1, 5, 30) if not backend.chip() else ():
+        results = []
+        for threads in (1, 2, 3):
+            torch.set_num_threads(threads)
+            q = activations(2, 8, queries, 64, seed="q")
+            results.append(attend(Call(q, cache, Traits()), backend))
+        assert all(torch.equal(y, results[0]) for y in results)
 
 
 @pytest.mark.parametrize("queries", [1, 3, 20])
