@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 from hf_models import logits
-from ranks import on_ranks
+from ranks import on_each_rank, on_ranks
 from test_shard_models import RAGGED, built
 from tiny_models import VOCABULARY, tiny_llama
 from torch import Tensor
@@ -17,22 +17,15 @@ from torch_metalmm.models.fuse.layers import fused_layer
 from torch_metalmm.nn.fused import SwiGLU
 
 
-def wrong_ids(mesh: Any, ids: list[int]) -> list[str]:
-    """What the whole table says, and the sharded one."""
-    said = []
+@pytest.mark.parametrize("wrong", [VOCABULARY, -1], ids=["behind", "before"])
+@on_each_rank(2)
+def test_ids_of_no_rank(mesh: Any, wrong: int) -> None:
+    """A rank that has none of them says what the others do, and what the whole table says."""
     model = quantize_(tiny_llama(), "q4_0", progress=False)
-    for m in (model, shard_(model, mesh)):
-        with pytest.raises(IndexError) as caught:
-            m.get_input_embeddings()(torch.tensor([ids]))
-        said.append(str(caught.value).splitlines()[0])
-    return said
-
-
-@pytest.mark.parametrize("ids", [[3, VOCABULARY], [-1, 3]], ids=["behind", "before"])
-def test_ids_of_no_rank(ids: list[int]) -> None:
-    wrong = next(i for i in ids if i != 3)
     said = f"ids: {wrong} is out of range; the table has {VOCABULARY} rows"
-    assert on_ranks(2, wrong_ids, ids) == [[said, said]] * 2
+    for m in (model, shard_(model, mesh)):
+        with pytest.raises(IndexError, match=said):
+            m.get_input_embeddings()(torch.tensor([[3, wrong]]))
 
 
 def fused_untimed(mesh: Any) -> tuple[set[str], Tensor]:
@@ -55,8 +48,9 @@ def test_the_form_of_an_mlp_is_not_timed() -> None:
     assert torch.equal(one[1], two[1])
 
 
-def misunderstood(mesh: Any) -> tuple[int, int]:
-    """The fused layers, where one rank understands no first layer."""
+@on_each_rank(2)
+def test_a_layer_that_one_rank_does_not_understand(mesh: Any) -> None:
+    """To confirm a layer runs its sums: the rank that knows would wait for the other."""
     from torch_metalmm.models.fuse import layers
     from torch_metalmm.models.fuse.runs import Unknown
 
@@ -74,19 +68,12 @@ def misunderstood(mesh: Any) -> tuple[int, int]:
         patch.setattr(layers, "recipe_of", recipe_of)
         fuse_(model, "swiglu")
     assert logits(model).isfinite().all()
-    return len(calls), sum(map(_is_fused, model.model.layers))
+    assert len(calls) == 2
+    assert [fused_layer(layer) is not None for layer in model.model.layers] == [False, True]
 
 
-def _is_fused(layer: Any) -> bool:
-    return fused_layer(layer) is not None
-
-
-def test_a_layer_that_one_rank_does_not_understand() -> None:
-    """To confirm a layer runs its sums: the rank that knows would wait for the other."""
-    assert on_ranks(2, misunderstood) == [(2, 1)] * 2
-
-
-def resized(mesh: Any) -> list[str]:
+@on_each_rank(2)
+def test_the_rows_of_a_table_are_those_of_all_ranks(mesh: Any) -> None:
     whole = quantize_(tiny_llama(), "q4_0", progress=False)
     count = whole.num_parameters()
     model = shard_(whole, mesh)
@@ -94,11 +81,6 @@ def resized(mesh: Any) -> list[str]:
     assert fuse_(model).num_parameters() == count
     table = model.get_input_embeddings()
     assert model.resize_token_embeddings(VOCABULARY) is table
-    with pytest.raises(ValueError) as caught:
+    said = f"the RowsEmbedding has {VOCABULARY} rows packed in q4_0, which cannot be"
+    with pytest.raises(ValueError, match=said):
         model.resize_token_embeddings(VOCABULARY // 2)  # the rows of a rank
-    return [str(caught.value)]
-
-
-def test_the_rows_of_a_table_are_those_of_all_ranks() -> None:
-    for (said,) in on_ranks(2, resized):
-        assert f"the RowsEmbedding has {VOCABULARY} rows packed in q4_0, which cannot be" in said

@@ -13,13 +13,13 @@ from typing import Any
 
 import pytest
 import torch
-from forbidden import Spans, forbid, pages
+from forbidden import PAGE, Spans, forbid, pages
 from gguf_files import tensors_of, write_gguf
 from hf_models import random_model
-from ranks import on_ranks
+from ranks import on_each_rank
 from safetensors import safe_open
 from test_shard_models import GPT2
-from tiny_models import tiny_llama
+from tiny_models import tiny_llama, token_ids
 
 from torch_metalmm import (
     MetalMMConfig,
@@ -36,7 +36,8 @@ from torch_metalmm import (
 )
 from torch_metalmm.files.gguf.file import GgufFile
 from torch_metalmm.files.gguf.map import gguf_names
-from torch_metalmm.nn.sharded import Shard, Sharded
+from torch_metalmm.nn.fused import LinearPart
+from torch_metalmm.nn.sharded import ColumnsLinear, RowsEmbedding, RowsLinear, Shard, Sharded
 
 # Long rows of W where columns are divided: a rank's part of a row has pages of its own.
 LONG = {
@@ -47,8 +48,8 @@ LONG = {
     "num_key_value_heads": 2,
     "vocab_size": 320,
 }
-KINDS = {"packed": "q4_k", "gguf": "q8_0", "mlx": "affine8_g64", "dense": "q4_0"}
-GROUPS = {"q4_k": {"*down_proj": "q4_k", "*": "q8_0"}}
+KINDS: dict[str, Any] = {"packed": {"*down_proj": "q4_k", "*": "q8_0"}, "gguf": "q8_0"}
+KINDS |= {"mlx": "affine8_g64", "dense": "q4_0"}
 MOST = 1.1
 
 
@@ -56,24 +57,25 @@ def dense_model() -> Any:
     return tiny_llama(seed=3, **LONG)
 
 
-def packed_model(kind: str) -> Any:
-    format = KINDS[kind]
-    return quantize_(dense_model(), GROUPS.get(format, format), progress=False)
+def pack(kind: str, model: Any) -> Any:
+    return quantize_(model, KINDS[kind], progress=False)
 
 
-def write(kind: str, folder: Path) -> None:
+def write(kind: str, folder: Path, model: Any) -> None:
+    """The dense model, as one of these."""
     if kind == "dense":
-        dense_model().save_pretrained(folder)
+        model.save_pretrained(folder)
     elif kind == "packed":
-        save_packed(packed_model(kind), None, folder)
+        save_packed(pack(kind, model), None, folder)
     elif kind == "mlx":
-        save_mlx(packed_model(kind), None, folder)
+        save_mlx(pack(kind, model), None, folder)
     else:
-        write_model(packed_model(kind), folder)
+        write_model(pack(kind, model), folder)
 
 
 def write_model(model: Any, folder: Path) -> None:
     """model.gguf, with a tokenizer."""
+    folder.mkdir(exist_ok=True)
     save_gguf(model, None, folder / "weights")
     values = GgufFile(folder / "weights").metadata
     kind = values["general.architecture"]
@@ -88,13 +90,10 @@ def load(kind: str, folder: Path, mesh: Any) -> Any:
         return load_mlx(folder, mesh=mesh)[0]
     if kind == "gguf":
         return load_gguf(folder / "model.gguf", mesh=mesh)[0]
-    from transformers import LlamaForCausalLM
+    from transformers import AutoModelForCausalLM
 
-    if mesh is None:
-        config = MetalMMConfig(KINDS[kind])
-        return LlamaForCausalLM.from_pretrained(folder, quantization_config=config)
     config = MetalMMConfig(KINDS[kind])
-    return LlamaForCausalLM.from_pretrained(folder, quantization_config=config, tp_plan="auto")
+    return AutoModelForCausalLM.from_pretrained(folder, quantization_config=config, tp_plan="auto")
 
 
 def file_of(kind: str, folder: Path) -> Path:
@@ -178,51 +177,58 @@ def only(file: Path, allowed: set[int]) -> Iterator[list[int]]:
         gguf.open_gguf, safetensors.safe_open, theirs.safe_open = opened, opens, opens
 
 
-def loaded(mesh: Any, kind: str, folder: Path, extra: int) -> tuple[float, int, list[str]]:
-    """(bytes that may be touched over the rank's, maps, layers that differ from shard_'s)."""
-    whole = packed_model(kind)
-    want = shard_(whole, mesh)
+def check_same(got: Any, want: Any) -> None:
+    """The loaded model has the layers of the one that was sharded, bytes and all."""
     layers = {n: m for n, m in want.named_modules() if isinstance(m, Sharded)}
-    file = file_of(kind, folder)
-    spans = spans_of(kind, want, file, layers)
-    allowed = pages(spans)
-    if extra:
-        allowed -= {max(allowed)}
-    with only(file, allowed) as maps:
-        got = load(kind, folder, mesh)
-    torch.manual_seed(0)
-    ids = torch.randint(3, 100, (1, 5))
-    with torch.inference_mode():
-        wrong = [] if torch.equal(got(ids).logits, want(ids).logits) else ["logits"]
+    assert {type(m) for m in layers.values()} == {RowsEmbedding, RowsLinear, ColumnsLinear}
     for name, layer in layers.items():
         mine = got.get_submodule(name)
-        if type(mine) is not type(layer) or not torch.equal(mine.weight, layer.weight):
-            wrong.append(name)
-    share = sum(b - a for a, b in spans)
-    return len(allowed) * 4096 / share, sum(maps), wrong
+        state = mine.state_dict()
+        assert type(mine) is type(layer) and state.keys() == layer.state_dict().keys(), name
+        assert all(torch.equal(t, state[n]) for n, t in layer.state_dict().items()), name
 
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_rank_reads_its_part(kind: str, tmp_path: Path) -> None:
-    write(kind, tmp_path)
-    for ratio, maps, wrong in on_ranks(2, loaded, kind, tmp_path, 0):
-        print(f"{kind}: pages that may be touched / bytes of the part = {ratio:.3f}")
-        assert ratio <= MOST and maps > 0
-        assert wrong == []
+    write(kind, tmp_path, dense_model())
+    check_read(kind=kind, folder=tmp_path)
+
+
+@on_each_rank(2)
+def check_read(mesh: Any, kind: str, folder: Path) -> None:
+    want = shard_(pack(kind, dense_model()), mesh)
+    layers = {n: m for n, m in want.named_modules() if isinstance(m, Sharded)}
+    file = file_of(kind, folder)
+    spans = spans_of(kind, want, file, layers)
+    allowed = pages(spans)
+    assert len(allowed) * PAGE <= MOST * sum(b - a for a, b in spans)
+    with only(file, allowed) as maps:
+        got = load(kind, folder, mesh)
+    assert sum(maps) > 0
+    ids = token_ids(1, 5)
+    with torch.inference_mode():
+        assert torch.equal(got(ids).logits, want(ids).logits)
+    check_same(got, want)
 
 
 SAVED: dict[str, Any] = {"packed": "q4_0", "dense head": {"lm_head": None, "*": "q4_0"}}
 
 
-def saved(mesh: Any, folder: Path, what: str, fused: bool) -> list[str]:
+@on_each_rank(2)
+def save(mesh: Any, folder: Path, what: str, fused: bool) -> None:
     model = quantize_(tiny_llama(seed=1), SAVED[what], progress=False)
     shard_(model, mesh)
     if fused:
         fuse_(model, "swiglu")
-    before = [(n, type(m).__name__) for n, m in model.named_modules()]
+    before = [(n, type(m)) for n, m in model.named_modules()]
+    kinds = {kind for _, kind in before}
+    assert ColumnsLinear in kinds and (LinearPart in kinds) == fused
     save_packed(model, None, folder)
-    assert [(n, type(m).__name__) for n, m in model.named_modules()] == before
-    return [kind for _, kind in before]
+    assert [(n, type(m)) for n, m in model.named_modules()] == before
+
+
+def files(folder: Path) -> dict[str, bytes]:
+    return {f.name: f.read_bytes() for f in folder.iterdir() if f.is_file()}
 
 
 @pytest.mark.parametrize("fused", [False, True], ids=["plain", "fused"])
@@ -230,28 +236,26 @@ def saved(mesh: Any, folder: Path, what: str, fused: bool) -> list[str]:
 def test_a_save_is_that_of_the_whole_model(what: str, fused: bool, tmp_path: Path) -> None:
     whole = quantize_(tiny_llama(seed=1), SAVED[what], progress=False)
     save_packed(whole, None, tmp_path / "one")
-    for kinds in on_ranks(2, saved, tmp_path / "two", what, fused):
-        assert "ColumnsLinear" in kinds and ("LinearPart" in kinds) == fused
-    one = {f.name: f.read_bytes() for f in (tmp_path / "one").iterdir() if f.is_file()}
-    two = {f.name: f.read_bytes() for f in (tmp_path / "two").iterdir() if f.is_file()}
-    assert "model.safetensors" in one
-    assert one == two
+    save(folder=tmp_path / "two", what=what, fused=fused)
+    assert "model.safetensors" in files(tmp_path / "one")
+    assert files(tmp_path / "one") == files(tmp_path / "two")
 
 
-def loaded_and_saved(mesh: Any, folder: Path, out: Path) -> list[Any]:
+@on_each_rank(2)
+def load_and_save(mesh: Any, folder: Path, out: Path) -> None:
     from transformers import AutoModelForCausalLM
 
     model = AutoModelForCausalLM.from_pretrained(folder, tp_plan="auto")
     model.save_pretrained(out)
-    return [type(m).__name__ for m in model.modules() if isinstance(m, Sharded)]
+    divided = sum(isinstance(m, Sharded) for m in model.modules())
+    assert divided == 2 + 2 * 3  # o has one block: attention stays whole
 
 
 def test_from_pretrained_of_a_packed_folder_and_back(tmp_path: Path) -> None:
     one, two = tmp_path / "one", tmp_path / "two"
     spec = {"lm_head": None, "*": "q4_k"}
     save_packed(quantize_(tiny_llama(intermediate_size=1024), spec, progress=False), None, one)
-    kinds = on_ranks(2, loaded_and_saved, one, two)
-    assert len(kinds[0]) == 2 + 2 * 3  # o has one block: attention stays whole
+    load_and_save(folder=one, out=two)
     with (
         safe_open(one / "model.safetensors", "pt") as a,
         safe_open(two / "model.safetensors", "pt") as b,
@@ -261,8 +265,14 @@ def test_from_pretrained_of_a_packed_folder_and_back(tmp_path: Path) -> None:
     assert (one / "config.json").read_text() == (two / "config.json").read_text()
 
 
-def of_conv1d(mesh: Any, folder: Path) -> list[str]:
+def test_packing_while_a_rank_loads_gpt2(tmp_path: Path) -> None:
     """GPT-2 has its weights transposed, and no plan of its own."""
+    random_model("gpt2").save_pretrained(tmp_path)
+    check_gpt2(folder=tmp_path)
+
+
+@on_each_rank(2)
+def check_gpt2(mesh: Any, folder: Path) -> None:
     from transformers import GPT2LMHeadModel
     from transformers.distributed.configuration_utils import DistributedConfig
 
@@ -270,20 +280,5 @@ def of_conv1d(mesh: Any, folder: Path) -> list[str]:
     options = {"quantization_config": MetalMMConfig("q4_0"), "distributed_config": config}
     got = GPT2LMHeadModel.from_pretrained(folder, **options)
     want = shard_(quantize_(random_model("gpt2"), "q4_0", progress=False), mesh, GPT2)
-    layers = {n: m for n, m in want.named_modules() if isinstance(m, Sharded)}
-    assert len(layers) == 2 + 2 * 4
-    return [n for n, m in layers.items() if not same(m, got.get_submodule(n))]
-
-
-def same(a: Any, b: Any) -> bool:
-    biases = [getattr(m, "bias", None) for m in (a, b)]
-    if (biases[0] is None) != (biases[1] is None):
-        return False
-    return torch.equal(a.weight, b.weight) and (
-        biases[0] is None or torch.equal(biases[0], biases[1])
-    )
-
-
-def test_packing_while_a_rank_loads_gpt2(tmp_path: Path) -> None:
-    random_model("gpt2").save_pretrained(tmp_path)
-    assert on_ranks(2, of_conv1d, tmp_path) == [[], []]
+    assert sum(isinstance(m, Sharded) for m in want.modules()) == 2 + 2 * 4
+    check_same(got, want)

@@ -8,13 +8,14 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from ranks import RankError, on_ranks
+from ranks import on_each_rank
+from test_shard_files import check_same
 from tiny_models import tiny_llama
 
 from torch_metalmm import MetalMMConfig, quantize_, read_importance, shard_
 from torch_metalmm.files.imatrix import Entry, Imatrix, write_imatrix
 from torch_metalmm.models.importance import importance
-from torch_metalmm.nn.sharded import ColumnsLinear, Sharded
+from torch_metalmm.nn.sharded import ColumnsLinear
 
 # Columns in formats whose weights depend on a block; rows in one where they depend on the row.
 SPECS: dict[str, dict[str, str]] = {
@@ -48,52 +49,41 @@ def load(folder: Path, spec: dict[str, str]) -> Any:
     return LlamaForCausalLM.from_pretrained(folder, quantization_config=config, tp_plan="auto")
 
 
-def compared(mesh: Any, folder: Path, what: str) -> tuple[list[str], list[str]]:
-    """(layers that differ from shard_'s of the whole, layers of columns like those without)."""
+@pytest.mark.parametrize("what", SPECS)
+def test_a_rank_packs_its_part_of_the_whole(what: str, tmp_path: Path) -> None:
+    write(tmp_path)
+    check_packed(folder=tmp_path, what=what)
+
+
+@on_each_rank(2)
+def check_packed(mesh: Any, folder: Path, what: str) -> None:
+    """As shard_ of the whole; columns are not as they are without an importance."""
     weighed = read_importance(folder / "imatrix.gguf", dense_model())
     packed = quantize_(dense_model(), SPECS[what], progress=False, importance=weighed)
     want = shard_(packed, mesh)
     plain = shard_(quantize_(dense_model(), SPECS[what], progress=False), mesh)
-    got, other, alike = load(folder, SPECS[what]), [], []
-    for name, layer in want.named_modules():
-        if not isinstance(layer, Sharded):
-            continue
-        mine: Any = got.get_submodule(name)
-        if type(mine) is not type(layer) or not torch.equal(mine.weight, layer.weight):
-            other.append(name)
-        if isinstance(layer, ColumnsLinear) and torch.equal(
-            mine.weight, plain.get_submodule(name).weight
-        ):
-            alike.append(name)
-    assert sum(isinstance(m, ColumnsLinear) for m in want.modules()) == 4
-    return other, alike
-
-
-@pytest.mark.parametrize("what", SPECS)
-def test_a_rank_packs_its_part_of_the_whole(what: str, tmp_path: Path) -> None:
-    write(tmp_path)
-    for other, alike in on_ranks(2, compared, tmp_path, what):
-        assert other == [] and alike == []
-
-
-def refused(mesh: Any, folder: Path) -> None:
-    load(folder, {"*.o_proj": "iq4_nl", "*": "q4_1"})
+    check_same(load(folder, SPECS[what]), want)
+    columns = {n: m for n, m in want.named_modules() if isinstance(m, ColumnsLinear)}
+    assert len(columns) == 4
+    for name, layer in columns.items():
+        assert not torch.equal(layer.weight, plain.get_submodule(name).weight), name
 
 
 def test_columns_of_a_format_that_weighs_by_the_row(tmp_path: Path) -> None:
     write(tmp_path)
+    check_refused(folder=tmp_path)
+
+
+@on_each_rank(2)
+def check_refused(mesh: Any, folder: Path) -> None:
     said = r"importance: model.layers.0.mlp.down_proj is divided by columns, and q4_1 weighs"
-    with pytest.raises(RankError, match=said):
-        on_ranks(2, refused, tmp_path)
+    with pytest.raises(ValueError, match=said):
+        load(folder, {"*.o_proj": "iq4_nl", "*": "q4_1"})
 
 
-def collected(mesh: Any) -> str:
+@on_each_rank(2)
+def test_sums_of_a_sharded_model_are_refused(mesh: Any) -> None:
     model = shard_(quantize_(dense_model(), "q8_0", progress=False), mesh)
-    with pytest.raises(ValueError) as caught, importance(model):
-        raise AssertionError("sums of a sharded model")
-    return str(caught.value)
-
-
-def test_sums_of_a_sharded_model_are_refused() -> None:
     said = "importance: the model is sharded; do it before shard_"
-    assert on_ranks(2, collected) == [said, said]
+    with pytest.raises(ValueError, match=said), importance(model):
+        raise AssertionError("sums of a sharded model")

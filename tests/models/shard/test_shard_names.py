@@ -9,14 +9,13 @@ from typing import Any
 import pytest
 import torch
 from hf_models import random_model
-from ranks import on_ranks
-from test_shard_files import same
+from ranks import on_each_rank
+from test_shard_files import check_same
 from test_shard_models import GPT2
 from tiny_models import tiny_llama
 from torch import nn
 
 from torch_metalmm import MetalMMConfig, quantize_, save_packed, shard_
-from torch_metalmm.nn.sharded import ColumnsLinear, RowsEmbedding, RowsLinear, Sharded
 
 # Layers that stay dense are sharded all the same.
 SPEC: dict[str, Any] = {"*layers.1.mlp.*": None, "*o_proj": "q8_0", "*": "q4_0"}
@@ -41,55 +40,38 @@ def loaded(kind: Any, folder: Path, plan: Any = "auto", spec: Any = SPEC) -> Any
     return kind.from_pretrained(folder, **options)
 
 
-def differing(got: Any, want: Any) -> list[str]:
-    layers = {n: m for n, m in want.named_modules() if isinstance(m, Sharded)}
-    kinds = {type(m) for m in layers.values()}
-    assert kinds == {RowsEmbedding, RowsLinear, ColumnsLinear}
-    return [n for n, m in layers.items() if not same(m, got.get_submodule(n))]
-
-
-def without_prefix(mesh: Any, folder: Path) -> list[str]:
-    """Files of the base model (`layers.0...`, `h.0...`) for the model with a head."""
-    from transformers import GPT2LMHeadModel, LlamaForCausalLM
-
-    want = shard_(quantize_(llama(), SPEC, progress=False), mesh)
-    wrong = differing(loaded(LlamaForCausalLM, folder / "llama"), want)
-    wrong += differing(loaded(LlamaForCausalLM, folder / "packed", spec=None), want)
-    plan = gpt2_plan() | {"lm_head": "colwise_gather_output"}
-    want = shard_(quantize_(random_model("gpt2"), "q4_0", progress=False), mesh, plan)
-    return wrong + differing(loaded(GPT2LMHeadModel, folder / "gpt2", plan, {"*": "q4_0"}), want)
-
-
 def test_files_without_the_prefix_of_the_base_model(tmp_path: Path) -> None:
+    """Files of the base model (`layers.0...`, `h.0...`) for the model with a head."""
     llama().model.save_pretrained(tmp_path / "llama")
     save_packed(quantize_(llama(), SPEC, progress=False).model, None, tmp_path / "packed")
     random_model("gpt2").transformer.save_pretrained(tmp_path / "gpt2")
-    assert on_ranks(2, without_prefix, tmp_path) == [[], []]
+    check_without_prefix(folder=tmp_path)
 
 
-def with_prefix(mesh: Any, folder: Path) -> list[str]:
-    """Files of the model with a head for the base model."""
-    from transformers import LlamaModel
+@on_each_rank(2)
+def check_without_prefix(mesh: Any, folder: Path) -> None:
+    from transformers import GPT2LMHeadModel, LlamaForCausalLM
 
-    want = shard_(quantize_(llama(), SPEC, progress=False), mesh).model
-    return differing(loaded(LlamaModel, folder), want)
+    want = shard_(quantize_(llama(), SPEC, progress=False), mesh)
+    check_same(loaded(LlamaForCausalLM, folder / "llama"), want)
+    check_same(loaded(LlamaForCausalLM, folder / "packed", spec=None), want)
+    plan = gpt2_plan() | {"lm_head": "colwise_gather_output"}
+    want = shard_(quantize_(random_model("gpt2"), "q4_0", progress=False), mesh, plan)
+    check_same(loaded(GPT2LMHeadModel, folder / "gpt2", plan, {"*": "q4_0"}), want)
 
 
 def test_files_with_a_prefix_that_the_model_has_not(tmp_path: Path) -> None:
+    """Files of the model with a head for the base model."""
     llama().save_pretrained(tmp_path)
-    assert on_ranks(2, with_prefix, tmp_path) == [[], []]
+    check_with_prefix(folder=tmp_path)
 
 
-def refused(mesh: Any, folder: Path) -> list[str]:
-    from transformers import LlamaForCausalLM
+@on_each_rank(2)
+def check_with_prefix(mesh: Any, folder: Path) -> None:
+    from transformers import LlamaModel
 
-    said = []
-    for name, spec in (("base", {"lm_head": None, "*": "q4_0"}), ("base", "q4_0"), ("bin", "q4_0")):
-        spec = spec if isinstance(spec, dict) else {"*": spec}
-        with pytest.raises(ValueError) as caught:
-            loaded(LlamaForCausalLM, folder / name, spec=spec)
-        said.append(str(caught.value).replace(str(folder), ""))
-    return said
+    want = shard_(quantize_(llama(), SPEC, progress=False), mesh).model
+    check_same(loaded(LlamaModel, folder), want)
 
 
 def test_what_a_checkpoint_lacks(tmp_path: Path) -> None:
@@ -98,23 +80,32 @@ def test_what_a_checkpoint_lacks(tmp_path: Path) -> None:
     whole.model.save_pretrained(tmp_path / "base")
     whole.config.save_pretrained(tmp_path / "bin")
     torch.save(whole.state_dict(), tmp_path / "bin" / "pytorch_model.bin")
+    check_lacks(folder=tmp_path)
+
+
+@on_each_rank(2)
+def check_lacks(mesh: Any, folder: Path) -> None:
+    from transformers import LlamaForCausalLM
+
     missing = "the checkpoint has no tensor for the sharded lm_head.weight"
-    unread = "parts of a model are read from safetensors only, not from /bin/pytorch_model.bin"
-    assert on_ranks(2, refused, tmp_path) == [[missing, missing, unread]] * 2
+    unread = "parts of a model are read from safetensors only, not from .*/bin/pytorch_model.bin"
+    packed: dict[str, Any] = {"*": "q4_0"}
+    for name, spec, said in (
+        ("base", {"lm_head": None} | packed, missing),
+        ("base", packed, missing),
+        ("bin", packed, unread),
+    ):
+        with pytest.raises(ValueError, match=said):
+            loaded(LlamaForCausalLM, folder / name, spec=spec)
 
 
-def set_weight(mesh: Any) -> list[str]:
+@on_each_rank(2)
+def test_a_whole_weight_is_not_set_in_a_part(mesh: Any) -> None:
+    """Its rows have as many bytes: an embedding would look up others' rows in it."""
     model = shard_(quantize_(llama(), "q4_0", progress=False), mesh)
     layer: Any = model.model.layers[0].self_attn.q_proj
     whole = torch.zeros(layer.shard.n, layer.weight.shape[1], dtype=torch.uint8)
-    with pytest.raises(ValueError) as caught:
+    said = rf"weight: rank {mesh.get_local_rank()} of 2 has 128 of 256 rows; got \[256, 144\]"
+    with pytest.raises(ValueError, match=said):
         layer.weight = nn.Parameter(whole, requires_grad=False)
     layer.weight = nn.Parameter(whole[: layer.out_features], requires_grad=False)
-    return [str(caught.value)]
-
-
-def test_a_whole_weight_is_not_set_in_a_part() -> None:
-    """Its rows have as many bytes: an embedding would look up others' rows in it."""
-    assert on_ranks(2, set_weight) == [
-        [f"weight: rank {rank} of 2 has 128 of 256 rows; got [256, 144]"] for rank in range(2)
-    ]

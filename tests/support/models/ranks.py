@@ -4,10 +4,17 @@ They are forked from a server that has imported torch, transformers and the pack
 computed nothing; on a Mac, where a forked process may not use Apple's frameworks, each starts anew.
 They serve every call of as many ranks until one of them fails: what a function changes in a module,
 it puts back.
+
+    @on_each_rank(2)
+    def test_something(mesh: Any, tmp_path: Path) -> None:
+
+is called there, with its mesh and the arguments that pytest has for it here.
 """
 
 from __future__ import annotations
 
+import functools
+import inspect
 import multiprocessing as mp
 import os
 import pickle
@@ -101,6 +108,29 @@ def on_ranks(count: int, function: Callable[..., Any], *args: Any) -> list[Any]:
         raise
 
 
+def on_each_rank(count: int) -> Callable[[Callable[..., None]], Callable[..., None]]:
+    """A test that runs on each of so many ranks."""
+
+    def of(function: Callable[..., None]) -> Any:
+        @functools.wraps(function)
+        def test(**given: Any) -> None:
+            on_ranks(count, test, given)
+
+        own = inspect.signature(function)
+        _, *given = own.parameters.values()
+        test.__signature__ = own.replace(parameters=given)  # type: ignore[attr-defined]
+        return test
+
+    return of
+
+
+def _call(function: Any, mesh: Any, args: Any) -> Any:
+    """A test is sent by its name, which is that of what calls it on all ranks."""
+    if hasattr(function, "__wrapped__"):
+        return function.__wrapped__(mesh, **args[0])
+    return function(mesh, *args)
+
+
 def _rank(calls: Any, store: str, count: int, rank: int) -> None:
     import torch
     import torch.distributed as dist
@@ -118,7 +148,7 @@ def _rank(calls: Any, store: str, count: int, rank: int) -> None:
             os._exit(0)  # without waiting for ranks that ended
         try:
             # As bytes: a tensor would be shared by a file that ends with this process.
-            calls.send((None, pickle.dumps(function(mesh, *args))))
+            calls.send((None, pickle.dumps(_call(function, mesh, args))))
         except BaseException:
             calls.send((traceback.format_exc(), b""))
             os._exit(0)  # others do not wait for it in a collective
