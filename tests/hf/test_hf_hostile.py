@@ -38,10 +38,7 @@ CASES: dict[str, tuple[Spoil, str]] = {
         "model.norm, a LlamaRMSNorm, cannot be packed",
     ),
     "K is no multiple": (
-        both(
-            lambda f: config(f, hidden_size=96, num_attention_heads=2),
-            modules(model__embed_tokens="q4_k"),
-        ),
+        both(config(hidden_size=96, num_attention_heads=2), modules(model__embed_tokens="q4_k")),
         "model.embed_tokens has K = 96, no q4_k row",
     ),
     "another format": (
@@ -107,7 +104,7 @@ def test_what_load_packed_refuses_and_transformers_only_reports(folder: Path) ->
 
 @pytest.mark.parametrize("name", ["pipeline", "Trainer", "BertModel", "os", "AutoModel"])
 def test_architectures_name_a_model_of_the_config(folder: Path, name: str) -> None:
-    config(folder, architectures=[name])
+    config(architectures=[name])(folder)
     with pytest.raises(ValueError, match=rf"no class \['{name}'\] of its config"):
         load_packed(folder)
 

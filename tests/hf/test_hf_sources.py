@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -31,25 +30,7 @@ def test_sources_that_cannot_be_packed(tmp_path: Path, case: str) -> None:
         load(tmp_path)
 
 
-@contextmanager
-def load_report() -> Iterator[list[str]]:
-    """What transformers reports of loading.
-
-    The logger that reports has a level and a handler of its own here: the level of the package and
-    whether it propagates are the process's, and whoever ran before may have changed them.
-    """
-    log, messages = logging.getLogger("transformers.modeling_utils"), []
-    handler, level = logging.Handler(), log.level
-    handler.emit = lambda record: messages.append(record.getMessage())  # type: ignore[method-assign]
-    log.addHandler(handler)
-    log.setLevel(logging.WARNING)
-    try:
-        yield messages
-    finally:
-        log.setLevel(level)
-        log.removeHandler(handler)
-
-
+@pytest.mark.usefixtures("quiet_transformers")  # which puts the verbosity back
 @pytest.mark.parametrize("verbosity", [logging.WARNING, logging.CRITICAL])
 @pytest.mark.parametrize(
     ("value", "format", "message"),
@@ -60,19 +41,26 @@ def load_report() -> Iterator[list[str]]:
     ],
 )
 def test_sources_with_bad_numbers(
-    tmp_path: Path, value: float, format: str, message: str, verbosity: int
+    tmp_path: Path,
+    value: float,
+    format: str,
+    message: str,
+    verbosity: int,
+    caplog: pytest.LogCaptureFixture,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """transformers raises its own error and logs ours in its report, whatever its verbosity."""
     small_llama().save_pretrained(tmp_path)
     tensor(f"{UP}.weight", lambda t: t.index_fill(0, torch.tensor(3), value))(tmp_path)
-    before = transformers.utils.logging.get_verbosity()
     transformers.utils.logging.set_verbosity(verbosity)
-    try:
-        with load_report() as messages, pytest.raises(RuntimeError, match="conversion of the w"):
-            load(tmp_path, format)
-    finally:
-        transformers.utils.logging.set_verbosity(before)
-    assert UP in "".join(messages) and message in "".join(messages)
+    # The logger that reports has a level and a handler of its own here: the level of the package
+    # and whether it propagates are the process's, and whoever ran before may have changed them.
+    log = logging.getLogger("transformers.modeling_utils")
+    monkeypatch.setattr(log, "handlers", [caplog.handler])
+    caplog.set_level(logging.WARNING, log.name)
+    with pytest.raises(RuntimeError, match="conversion of the w"):
+        load(tmp_path, format)
+    assert UP in caplog.text and message in caplog.text
 
 
 def load(folder: Path, format: str = "q8_0") -> Any:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import warnings
 from pathlib import Path
 from typing import Any
@@ -11,7 +10,7 @@ import diffusers
 import pytest
 import torch
 import transformers
-from hf_models import check_products, packed_bytes, same_bytes
+from hf_models import change_config, check_products, packed_bytes, same_bytes
 from image_models import (
     IMAGES,
     image,
@@ -22,7 +21,7 @@ from image_models import (
     without,
 )
 from oracle import spec
-from safetensors.torch import load_file, save_file
+from spoiled_folders import modules, stored, tensor
 from torch import nn
 
 from torch_metalmm import MetalMMConfig, QuantLinear, activations_, adopt_, fuse_, quantize_
@@ -107,9 +106,9 @@ def test_from_pretrained_packs_as_quantize_does(name: str, format: str, tmp_path
     want.save_pretrained(tmp_path / "packed")
     again = load(name, tmp_path / "packed")
     assert same_bytes(again, want) and torch.equal(noise(again), noise(want))
-    stored = json.loads((tmp_path / "packed/config.json").read_text())["quantization_config"]
-    assert stored["quant_method"] == "metalmm"
-    assert stored["modules"] == {n: f for n, (f, _) in packed_bytes(want).items()}
+    kept = stored(tmp_path / "packed")
+    assert kept["quant_method"] == "metalmm"
+    assert kept["modules"] == {n: f for n, (f, _) in packed_bytes(want).items()}
 
 
 @BOTH
@@ -228,28 +227,16 @@ def test_requests_that_cannot_be_met(options: dict[str, Any], message: str, tmp_
         load("flux", dense_folder("flux", tmp_path), **options)
 
 
-def change_config(folder: Path, **modules: str) -> None:
-    config = json.loads((folder / "config.json").read_text())
-    config["quantization_config"]["modules"] |= modules
-    (folder / "config.json").write_text(json.dumps(config))
-
-
-def change_tensor(folder: Path, name: str, value: Any) -> None:
-    tensors = load_file(folder / WEIGHTS)
-    tensors[name] = value
-    save_file({n: t for n, t in tensors.items() if t is not None}, folder / WEIGHTS)
-
-
 @pytest.mark.parametrize(
     ("damage", "message"),
     [
-        (lambda f: change_config(f, extra="q4_k"), "the model has no layer extra"),
-        (lambda f: change_config(f, proj_out="q8_0"), r"proj_out.weight must be U8 \[64, 272\]"),
-        (lambda f: change_config(f, x_embedder="q4_k"), "x_embedder has K = 64, no q4_k row"),
-        (lambda f: change_config(f, norm_out="q4_k"), "norm_out, a .* cannot be packed"),
-        (lambda f: change_tensor(f, "proj_out.weight", None), "no tensor for the packed proj_out"),
+        (modules(extra="q4_k"), "the model has no layer extra"),
+        (modules(proj_out="q8_0"), r"proj_out.weight must be U8 \[64, 272\]"),
+        (modules(x_embedder="q4_k"), "x_embedder has K = 64, no q4_k row"),
+        (modules(norm_out="q4_k"), "norm_out, a .* cannot be packed"),
+        (tensor("proj_out.weight", None, WEIGHTS), "no tensor for the packed proj_out"),
         (
-            lambda f: change_tensor(f, "proj_out.bias", torch.zeros(64, dtype=torch.int32)),
+            tensor("proj_out.bias", torch.Tensor.int, WEIGHTS),
             "proj_out.bias is I32",
         ),
     ],
@@ -264,7 +251,7 @@ def test_damaged_files(damage: Any, message: str, tmp_path: Path) -> None:
 @pytest.mark.parametrize("dtype", [torch.uint8, torch.float8_e4m3fn, torch.int32])
 def test_files_of_other_numbers_are_not_packed(dtype: torch.dtype, tmp_path: Path) -> None:
     folder = dense_folder("flux", tmp_path)
-    change_tensor(folder, "proj_out.weight", torch.zeros(64, 256).to(dtype))
+    tensor("proj_out.weight", lambda t: t.to(dtype), WEIGHTS)(folder)
     config = MetalMMConfig("q8_0")
     for given in (
         lambda: load("flux", folder, quantization_config=config),
@@ -278,15 +265,13 @@ def test_files_of_other_numbers_are_not_packed(dtype: torch.dtype, tmp_path: Pat
 
 def test_a_packed_file_without_its_config(tmp_path: Path) -> None:
     packed_transformer("flux", "q8_0").save_pretrained(tmp_path)
-    config = json.loads((tmp_path / "config.json").read_text())
-    del config["quantization_config"]
-    (tmp_path / "config.json").write_text(json.dumps(config))
+    change_config(tmp_path, quantization_config=...)
     with pytest.raises(ValueError, match="is torch.uint8 .* from its folder and with its config"):
         load("flux", tmp_path, quantization_config=MetalMMConfig("q8_0"))
 
 
 def test_dense_files_without_a_weight(tmp_path: Path) -> None:
     folder = dense_folder("flux", tmp_path)
-    change_tensor(folder, "proj_out.weight", None)
+    tensor("proj_out.weight", None, WEIGHTS)(folder)
     with pytest.raises(ValueError, match="no tensor for proj_out.weight, which is to be packed"):
         load("flux", folder, quantization_config=MetalMMConfig("q8_0"))

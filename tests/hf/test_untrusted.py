@@ -1,8 +1,9 @@
-"""Folders whose files ask for code to be fetched or for files elsewhere; no entry point obeys."""
+"""Folders whose files ask for code to be run or fetched, or for files elsewhere; none is obeyed."""
 
 from __future__ import annotations
 
 import json
+import pickle
 import shutil
 import sys
 from collections.abc import Callable, Iterator
@@ -11,7 +12,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 import transformers
+from safetensors.torch import load as load_bytes
+from safetensors.torch import save_file
 from test_odd_folders import folders
 from transformers.integrations import hub_kernels
 
@@ -202,3 +206,68 @@ def test_paths_in_configs_are_not_read(name: str, where: int, copy: Any, opened:
         load(folder)
     assert [f for f in opened if f.startswith(str(secret))] == []
     assert any(f.startswith(str(folder)) for f in opened)
+
+
+# ---- code
+
+
+class Runs:
+    """Unpickling this creates the file."""
+
+    def __init__(self, file: Path) -> None:
+        self.file = file
+
+    def __reduce__(self) -> Any:
+        return open, (str(self.file), "w")
+
+
+def test_pickled_weights_are_not_read(copy: Any) -> None:
+    folder = copy("packed")
+    for file in folder.glob("model*"):
+        file.unlink()
+    torch.save({"lm_head.weight": Runs(folder / "ran")}, folder / "pytorch_model.bin")
+    with pytest.raises(ValueError, match="safetensors only, not from .*pytorch_model.bin"):
+        transformers.AutoModelForCausalLM.from_pretrained(folder)
+    with pytest.raises(OSError, match="no file named model.safetensors"):
+        load_packed(folder)
+    assert not (folder / "ran").exists()
+
+
+def test_code_beside_the_weights_is_not_run(copy: Any) -> None:
+    folder = copy("packed")
+    (folder / "evil.py").write_text(f"open({str(folder / 'ran')!r}, 'w')")
+    config = folder / "config.json"
+    change(config, auto_map={"AutoConfig": "evil.C", "AutoModelForCausalLM": "evil.M"})
+    load_packed(folder)
+    (folder / "tokenizer_config.json").write_text(
+        json.dumps({"auto_map": {"AutoTokenizer": ["evil.T", None]}, "tokenizer_class": "T"})
+    )
+    change(config, model_type="evil", architectures=["M"])
+    with pytest.raises(ValueError, match="trust_remote_code"):
+        load_packed(folder)
+    assert not (folder / "ran").exists()
+
+
+def test_adapters_are_not_unpickled(folders: Path, tmp_path: Path) -> None:
+    peft = pytest.importorskip("peft")
+
+    def model() -> Any:
+        return transformers.AutoModelForCausalLM.from_pretrained(folders / "packed")
+
+    adapted = peft.get_peft_model(model(), peft.LoraConfig(target_modules=["up_proj"], r=4))
+    adapted.save_pretrained(tmp_path / "adapter")
+    assert isinstance(peft.PeftModel.from_pretrained(model(), tmp_path / "adapter"), peft.PeftModel)
+    weights = tmp_path / "adapter" / "adapter_model.safetensors"
+    content = weights.read_bytes()
+    weights.write_bytes(content[:-10])
+    with pytest.raises(Exception, match="(?i)header|metadata|incomplete|deserial"):
+        peft.PeftModel.from_pretrained(model(), tmp_path / "adapter")
+    tensors = {n: t[:-1].contiguous() for n, t in load_bytes(content).items()}
+    save_file(tensors, weights)
+    with pytest.raises(RuntimeError, match="size mismatch"):
+        peft.PeftModel.from_pretrained(model(), tmp_path / "adapter")
+    weights.unlink()
+    torch.save({"x": Runs(tmp_path / "ran")}, tmp_path / "adapter" / "adapter_model.bin")
+    with pytest.raises(pickle.UnpicklingError, match="Weights only load failed"):
+        peft.PeftModel.from_pretrained(model(), tmp_path / "adapter")
+    assert not (tmp_path / "ran").exists()

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import gc
-import json
 import weakref
 from collections.abc import Callable
 from pathlib import Path
@@ -26,6 +25,7 @@ from expert_models import (
     logits,
 )
 from peft import LoraConfig, get_peft_model
+from spoiled_folders import quant
 from torch import Tensor, nn
 
 from torch_metalmm import (
@@ -289,9 +289,7 @@ def test_configs_that_give_a_stack_what_a_layer_has(
 ) -> None:
     model = quantize_(expert_model(), "q8_0", progress=False)
     model.save_pretrained(tmp_path)
-    config = json.loads((tmp_path / "config.json").read_text())
-    config["quantization_config"] |= entry
-    (tmp_path / "config.json").write_text(json.dumps(config))
+    quant(**entry)(tmp_path)
     with pytest.raises(ValueError, match=message):
         load(model, tmp_path)
 

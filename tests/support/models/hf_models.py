@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -130,3 +132,10 @@ def check_products(model: Any, run: Callable[[], object]) -> dict[str, tuple[Ten
     for name, (x, y) in seen.items():
         check(y, decoded_product(model.get_submodule(name), x).store(y.dtype), name)
     return seen
+
+
+def change_config(folder: Path, **changes: Any) -> None:
+    """Change entries of config.json; ... removes one."""
+    values = json.loads((folder / "config.json").read_text()) | changes
+    kept = {key: value for key, value in values.items() if value is not ...}
+    (folder / "config.json").write_text(json.dumps(kept))

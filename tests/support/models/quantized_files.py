@@ -6,7 +6,6 @@ package. Each layer also has the W that its codes mean, in f32 arithmetic.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,7 +13,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from hf_models import random_model
+from hf_models import change_config, random_model
 from safetensors.torch import save_file
 from torch import Tensor
 
@@ -217,10 +216,3 @@ def write(folder: Path, layout: Layout, bits: int, group: int, **options: Any) -
     change_config(folder, quantization_config=layout.config)
     save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
     return model
-
-
-def change_config(folder: Path, **changes: Any) -> None:
-    """Change entries of config.json; ... removes one."""
-    values = json.loads((folder / "config.json").read_text()) | changes
-    kept = {key: value for key, value in values.items() if value is not ...}
-    (folder / "config.json").write_text(json.dumps(kept))

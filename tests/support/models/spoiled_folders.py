@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from hf_models import random_model
+from hf_models import change_config, random_model
 from safetensors.torch import load_file, save_file
 
 from torch_metalmm import quantize_
@@ -37,39 +37,35 @@ def folder(good: Path, tmp_path: Path) -> Path:
     return Path(shutil.copytree(good, tmp_path / "model"))
 
 
-def config(folder: Path, **changes: Any) -> None:
-    """Change entries of config.json; ... removes one."""
-    values = json.loads((folder / "config.json").read_text()) | changes
-    kept = {k: v for k, v in values.items() if v is not ...}
-    (folder / "config.json").write_text(json.dumps(kept))
+def stored(folder: Path) -> Any:
+    return json.loads((folder / "config.json").read_text())["quantization_config"]
+
+
+def config(**changes: Any) -> Spoil:
+    """Change entries of config.json."""
+    return lambda folder: change_config(folder, **changes)
 
 
 def quant(**changes: Any) -> Spoil:
     """Change entries of quantization_config."""
-
-    def change(folder: Path) -> None:
-        old = json.loads((folder / "config.json").read_text())["quantization_config"] | changes
-        config(folder, quantization_config={k: v for k, v in old.items() if v is not ...})
-
-    return change
+    return lambda folder: change_config(folder, quantization_config=stored(folder) | changes)
 
 
 def modules(**changes: Any) -> Spoil:
     """Change entries of quantization_config's modules; __ in a name is a dot."""
-
-    def change(folder: Path) -> None:
-        old = json.loads((folder / "config.json").read_text())["quantization_config"]["modules"]
-        new = old | {k.replace("__", "."): v for k, v in changes.items()}
-        quant(modules={k: v for k, v in new.items() if v is not ...})(folder)
-
-    return change
+    new = {k.replace("__", "."): v for k, v in changes.items()}
+    return lambda folder: quant(modules=stored(folder)["modules"] | new)(folder)
 
 
-def tensor(name: str, f: Callable[[torch.Tensor], torch.Tensor] | None) -> Spoil:
+def tensor(
+    name: str,
+    f: Callable[[torch.Tensor], torch.Tensor] | None,
+    weights: str = "model.safetensors",
+) -> Spoil:
     """Replace a tensor of the file by f(tensor), or remove it."""
 
     def change(folder: Path) -> None:
-        file = folder / "model.safetensors"
+        file = folder / weights
         tensors = {n: t.clone() for n, t in load_file(file).items()}
         old = tensors.pop(name, torch.zeros(3))
         if f is not None:
