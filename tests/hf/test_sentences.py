@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import warnings
 from pathlib import Path
 from typing import Any
@@ -43,6 +44,12 @@ QUESTIONS = [
 @pytest.fixture(scope="module")
 def dense() -> SentenceTransformer:
     return load()
+
+
+@pytest.fixture
+def model(dense: SentenceTransformer) -> SentenceTransformer:
+    """One that a test may change."""
+    return copy.deepcopy(dense)
 
 
 def load(folder: Path | None = None, **options: Any) -> SentenceTransformer:
@@ -87,8 +94,9 @@ def test_a_folder_packs_and_loads_again(
 
 
 @pytest.mark.parametrize("whole", [True, False])
-def test_a_loaded_model_is_packed_by_quantize(whole: bool, tmp_path: Path) -> None:
-    model = load()
+def test_a_loaded_model_is_packed_by_quantize(
+    whole: bool, model: SentenceTransformer, tmp_path: Path
+) -> None:
     quantize_(model if whole else model[0], "q8_0", progress=False)
     want = load(quantization_config=MetalMMConfig("q8_0"))
     assert [w for _, w in packed_bytes(model).values()]
@@ -96,9 +104,10 @@ def test_a_loaded_model_is_packed_by_quantize(whole: bool, tmp_path: Path) -> No
     assert same_bytes(model, want) and same_bytes(load(tmp_path), want)
 
 
-def test_packed_layers_of_other_modules_are_not_saved(tmp_path: Path) -> None:
+def test_packed_layers_of_other_modules_are_not_saved(
+    model: SentenceTransformer, tmp_path: Path
+) -> None:
     """sentence-transformers would find the packed bytes to be of another shape."""
-    model = load()
     model.append(Dense(384, 32))
     quantize_(model, "q8_0", progress=False)
     with pytest.raises(ValueError, match=r"^3.linear could not be loaded .* quantize_\(model\[0\]"):
@@ -106,9 +115,8 @@ def test_packed_layers_of_other_modules_are_not_saved(tmp_path: Path) -> None:
     assert not (tmp_path / "packed").exists()
 
 
-def test_the_command_keeps_the_modules(tmp_path: Path) -> None:
+def test_the_command_keeps_the_modules(model: SentenceTransformer, tmp_path: Path) -> None:
     """Of a model with a layer after the pooling, and lengths and prompts of its own."""
-    model = load()
     torch.manual_seed(0)
     model.append(Dense(384, 32))
     model.max_seq_length, model.prompts = 77, {"query": "Question: "}
@@ -122,9 +130,9 @@ def test_the_command_keeps_the_modules(tmp_path: Path) -> None:
 
 
 def test_the_command_reads_no_module_outside_of_the_folder(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    dense: SentenceTransformer, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    load().save_pretrained(str(tmp_path / "dense"))
+    dense.save_pretrained(str(tmp_path / "dense"))
     listed = tmp_path / "dense" / "modules.json"
     listed.write_text(listed.read_text().replace('"1_Pooling"', '"../1_Pooling"'))
     command = ["quantize", str(tmp_path / "dense"), "--format", "q8_0"]
@@ -136,17 +144,19 @@ def test_the_command_reads_no_module_outside_of_the_folder(
 @pytest.mark.parametrize(
     ("mode", "kind"), [("mean", "mean"), ("cls", "cls"), ("lasttoken", "last")]
 )
-def test_serve_reads_how_a_saved_folder_pools(mode: str, kind: str, tmp_path: Path) -> None:
-    model = load()
+def test_serve_reads_how_a_saved_folder_pools(
+    mode: str, kind: str, model: SentenceTransformer, tmp_path: Path
+) -> None:
     model[1].pooling_mode = mode
     model.save_pretrained(str(tmp_path))
     assert pooling_of(tmp_path, generates=False) == kind
 
 
-def test_serve_reads_older_folders_and_refuses_other_kinds(tmp_path: Path) -> None:
+def test_serve_reads_older_folders_and_refuses_other_kinds(
+    model: SentenceTransformer, tmp_path: Path
+) -> None:
     source = minilm_folder()
     assert source is not None and pooling_of(source, generates=False) == "mean"
-    model = load()
     for mode in ("max", ("mean", "cls")):
         model[1].pooling_mode = mode
         model.save_pretrained(str(tmp_path))
