@@ -38,6 +38,7 @@ def test_scaled_embeddings_keep_their_scale(architecture: str, dtype: torch.dtyp
     want = dense(IDS)
     packed = quantize_(nn.Sequential(dense), "f32", progress=False)[0]
     assert type(packed) is QuantEmbedding and packed.padding_idx == 1
+    assert list(packed.state_dict()) == ["weight"]
     assert torch.equal(packed(IDS), want)
     assert torch.equal(packed.to(torch.float32)(IDS), dense.float()(IDS))
 

@@ -52,6 +52,11 @@ CASES: dict[str, tuple[dict[str, Any], dict[str, Tensor], set[str]]] = {
         {"input_ids": IDS},
         {"attention.output", "feed_forward.value"},
     ),
+    "T5ForConditionalGeneration": (  # casts to the dtype of this weight
+        {"vocab_size": 96, "d_model": 64, "d_kv": 2, "d_ff": 64, "num_layers": 1, "num_heads": 32},
+        {"input_ids": IDS, "decoder_input_ids": IDS},
+        {"DenseReluDense.wo"},
+    ),
     "LlamaForCausalLM": (SIZES, {"input_ids": IDS}, set()),
 }
 

@@ -9,7 +9,7 @@ import pickle
 import oracle
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from torch_metalmm import QuantEmbedding, QuantLinear, formats
 
@@ -230,19 +230,3 @@ def test_tied_head_shares_the_tensor_also_after_copies_and_loading() -> None:
     assert loaded["head"].weight is loaded["embed"].weight
     x = torch.randn(2, 256)
     assert torch.equal(loaded["head"](x), model["head"](x))
-
-
-def test_embedding_scale_multiplies_in_the_output_dtype() -> None:
-    class Scaled(nn.Embedding):
-        def __init__(self) -> None:
-            super().__init__(10, 64)
-            self.register_buffer("embed_scale", torch.tensor(11.3), persistent=False)
-
-        def forward(self, ids: Tensor) -> Tensor:
-            return super().forward(ids) * self.embed_scale.to(self.weight.dtype)
-
-    dense = Scaled().to(torch.bfloat16)
-    layer = QuantEmbedding.from_embedding(dense, "bf16")
-    ids = torch.arange(10)
-    assert torch.equal(layer(ids), dense(ids))
-    assert list(layer.state_dict()) == ["weight"]
