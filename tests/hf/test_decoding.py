@@ -7,13 +7,13 @@ from typing import Any
 
 import pytest
 import torch
-from layer_models import ids, small
+from layer_models import fused, ids, small
 from replay_pair import held
 from torch import Tensor
 from transformers import DynamicCache, StoppingCriteriaList
 from transformers.generation import utils
 
-from torch_metalmm import PackedCache, fuse_
+from torch_metalmm import PackedCache
 from torch_metalmm.hf import decoding
 from torch_metalmm.hf.decoding import decode
 from torch_metalmm.hf.replay import replayed
@@ -38,7 +38,7 @@ class Kept:
 
 
 def model_of(kind: str = "llama") -> Any:
-    return fuse_(small(kind, head_dim=32, num_hidden_layers=2), "swiglu", cache="f32")
+    return fused(kind, "f32", head_dim=32)
 
 
 def both(model: Any, prompt: Tensor, how: dict[str, Any], **given: Any) -> tuple[Tensor, Tensor]:
@@ -229,8 +229,7 @@ def test_transformers_own_late_loop_replays(monkeypatch: pytest.MonkeyPatch) -> 
         lambda _, *args, **kwargs: is_known(mps, *args, **kwargs),
     )
     monkeypatch.setattr(torch, "Event", Event)
-    model = small("gemma3_text", head_dim=32, num_hidden_layers=2, sliding_window=8)
-    model = fuse_(model, "swiglu", cache="f32")
+    model = fused("gemma3_text", "f32", head_dim=32, sliding_window=8)
     found, cache = replayed(model), PackedCache(model.config, "f32")
     assert found is not None
     given = {cache_of_generate(): cache, "max_new_tokens": 20, "do_sample": False}

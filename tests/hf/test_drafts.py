@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable
+from collections.abc import Callable, Hashable
 from functools import partial
 from typing import Any
 
@@ -10,12 +10,12 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from layer_models import ids, small
+from layer_models import fused, ids, small
 from replay_pair import held
 from torch import Tensor, nn
 from transformers import DynamicCache, StoppingCriteriaList
 
-from torch_metalmm import PackedCache, activations_, fuse_
+from torch_metalmm import PackedCache, activations_
 from torch_metalmm.hf.decoding import _Steps, decode, drafter_of
 from torch_metalmm.hf.drafts import Lookup, Pace, SmallModel
 from torch_metalmm.models.cache_argument import cache_of_generate
@@ -74,8 +74,7 @@ class Fixed(Pace):
 
 def model_of(kind: str = "llama") -> Any:
     heads = {} if kind in ("lfm2", "granitemoehybrid") else {"head_dim": 32}
-    model = small(kind, num_hidden_layers=2, max_position_embeddings=256, **heads, **KINDS[kind])
-    return fuse_(model, "swiglu", cache="f32")
+    return fused(kind, "f32", max_position_embeddings=256, **heads, **KINDS[kind])
 
 
 def answer(model: Any, prompt: Tensor, cache: Any = None, **how: Any) -> Tensor:
@@ -274,57 +273,57 @@ def test_lookup(text: list[int], shortest: int, first: int, most: int) -> None:
     assert lookup.propose(most) == (text[place:] * 9)[:most]
 
 
-def drafted(right: float, times: dict[int, float], steps: int = 400) -> tuple[list[int], float]:
-    """(rows of each step, tokens of a unit of time) where drafts are right with this probability,
-    and steps take that long."""
-    pace, draw, rows = Pace(), torch.Generator().manual_seed(0), list[int]()
-    for _ in range(steps):
+CHEAP = {1: 1.0, 2: 1.05, 4: 1.2, 8: 1.4}
+DEAR = {1: 1.0, 2: 1.9, 4: 3.8, 8: 7.6}
+
+
+def drafted(
+    right: Callable[[int, int], int], seconds: Callable[[int, int], float], steps: int = 400
+) -> tuple[list[int], float]:
+    """(rows of each step, tokens of a unit of time), where so many tokens of a draft are right, and
+    a step takes that long: by its number, and the tokens of its draft or its rows."""
+    pace, rows = Pace(), list[int]()
+    for i in range(steps):
         count = pace.count("kind")
         rows.append(count + 1)
-        pace.took(count + 1, times[count + 1])
+        pace.took(count + 1, seconds(i, count + 1))
         if count:
-            hits = (torch.rand(count, generator=draw) < right).tolist()
-            pace.saw("kind", count, (hits + [False]).index(False))
-    return rows, (len(rows) + pace.accepted) / sum(times[m] for m in rows)
+            pace.saw("kind", count, right(i, count))
+    return rows, (len(rows) + pace.accepted) / sum(seconds(*each) for each in enumerate(rows))
+
+
+def drafted_by_chance(right: float, times: dict[int, float]) -> tuple[list[int], float]:
+    """Where each token of a draft is right with this probability."""
+    draw = torch.Generator().manual_seed(0)
+
+    def hits(i: int, count: int) -> int:
+        return [*(torch.rand(count, generator=draw) < right).tolist(), False].index(False)
+
+    return drafted(hits, lambda i, m: times[m])
 
 
 @pytest.mark.quick
 def test_drafts_are_as_long_as_they_pay() -> None:
-    cheap = {1: 1.0, 2: 1.05, 4: 1.2, 8: 1.4}
-    dear = {1: 1.0, 2: 1.9, 4: 3.8, 8: 7.6}
-    rows, speed = drafted(0.95, cheap)
+    rows, speed = drafted_by_chance(0.95, CHEAP)
     assert rows[-50:].count(8) >= 44 and speed > 4
-    rows, speed = drafted(0.6, {1: 1.0, 2: 1.1, 4: 1.3, 8: 9.0})
+    rows, speed = drafted_by_chance(0.6, {1: 1.0, 2: 1.1, 4: 1.3, 8: 9.0})
     assert rows[-50:].count(4) > 40 and speed > 1.4
-    for right, times in ((0.0, cheap), (0.3, dear), (0.8, dear)):
-        rows, speed = drafted(right, times)
+    for right, times in ((0.0, CHEAP), (0.3, DEAR), (0.8, DEAR)):
+        rows, speed = drafted_by_chance(right, times)
         assert rows[-200:].count(1) > 100 and speed > 0.94, speed
 
 
 @pytest.mark.quick
 def test_a_slow_start_is_forgotten() -> None:
     """Steps of one row that were slow at first do not make drafts look cheap for long."""
-    pace, rows = Pace(), list[int]()
-    for i in range(600):
-        count = pace.count("kind")
-        rows.append(count + 1)
-        pace.took(count + 1, 9.0 if i < 12 else {1: 1.0, 2: 1.9, 4: 3.8, 8: 7.6}[count + 1])
-        if count:
-            pace.saw("kind", count, count // 2)
+    rows, _ = drafted(lambda i, n: n // 2, lambda i, m: 9.0 if i < 12 else DEAR[m], 600)
     assert max(rows[12:60]) > 1 and rows[-300:].count(1) > 250
 
 
 @pytest.mark.quick
 def test_drafts_are_tried_again() -> None:
     """Where they were wrong for long, and become right."""
-    pace, times = Pace(), {1: 1.0, 2: 1.05, 4: 1.2, 8: 1.4}
-    rows = list[int]()
-    for i in range(1000):
-        count = pace.count("kind")
-        rows.append(count + 1)
-        pace.took(count + 1, times[count + 1])
-        if count:
-            pace.saw("kind", count, count if i > 300 else 0)
+    rows, _ = drafted(lambda i, n: n if i > 300 else 0, lambda i, m: CHEAP[m], 1000)
     assert rows[250:300].count(1) > 25 and rows[-50:].count(8) >= 44
 
 

@@ -9,12 +9,12 @@ from typing import Any
 
 import pytest
 import torch
-from layer_models import ids, small
+from layer_models import fused, ids
 from torch import Tensor
 
-from torch_metalmm import PackedCache, fuse_
+from torch_metalmm import PackedCache
 from torch_metalmm.hf import graphs
-from torch_metalmm.hf.replay import explain, replayed
+from torch_metalmm.hf.replay import Replayed, explain, replayed
 from torch_metalmm.models.cache_argument import with_cache
 from torch_metalmm.testing import emulated
 
@@ -36,8 +36,13 @@ class Captured:
 
 
 def model_of(dtype: torch.dtype = torch.float32) -> Any:
-    model = small("llama", head_dim=32, num_hidden_layers=2).to(dtype)
-    return fuse_(model, "swiglu", cache="q8_0/q8_0")
+    return fused("llama", "q8_0/q8_0", head_dim=32, dtype=dtype)
+
+
+def steps_of(model: Any) -> Replayed:
+    found = replayed(model)
+    assert found is not None
+    return found
 
 
 def stepped(
@@ -57,8 +62,7 @@ def test_a_list_becomes_a_graph(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(graphs.GRAPHS, "cpu", Captured)
     monkeypatch.setattr(Captured, "made", 0)
     model = model_of()
-    steps = replayed(model)
-    assert steps is not None
+    steps = steps_of(model)
     stepped(model, model)
     assert Captured.made == 0  # on a CPU ops are called
     cache = PackedCache(model.config, "q8_0/q8_0")
@@ -80,8 +84,7 @@ def test_a_list_that_torch_does_not_capture_is_run(monkeypatch: pytest.MonkeyPat
 
     monkeypatch.setitem(graphs.GRAPHS, "cpu", fail)  # type: ignore[arg-type]
     model = model_of()
-    steps = replayed(model)
-    assert steps is not None
+    steps = steps_of(model)
     cache = PackedCache(model.config, "q8_0/q8_0")
     with emulated():
         want, got = stepped(steps.original, model), stepped(model, model, cache)
@@ -93,8 +96,7 @@ def test_a_list_that_torch_does_not_capture_is_run(monkeypatch: pytest.MonkeyPat
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="CUDA's graphs")
 def test_a_graph_of_cuda_is_the_list() -> None:
     model = model_of(torch.float16).to("cuda")
-    steps = replayed(model)
-    assert steps is not None
+    steps = steps_of(model)
     want, got = (stepped(each, model, device="cuda") for each in (steps.original, model))
     assert all(map(torch.equal, got, want))
     assert steps.replays == REPLAYED, steps.why
@@ -102,8 +104,7 @@ def test_a_graph_of_cuda_is_the_list() -> None:
 
 def test_a_replay_returns_what_the_model_does() -> None:
     model, cache = model_of(), PackedCache(model_of().config, "q8_0/q8_0")
-    steps = replayed(model)
-    assert steps is not None
+    steps = steps_of(model)
     stepped(model, model, cache)
     with torch.no_grad():
         given = {"position_ids": torch.tensor([[STEPS]]), **with_cache(model, cache)}
@@ -153,8 +154,7 @@ def test_a_weight_in_another_part_of_its_memory_is_seen() -> None:
     model = model_of()
     weight, cache = model.model.norm.weight, PackedCache(model.config, "q8_0/q8_0")
     bank = torch.stack([weight.detach(), 2 * weight.detach()])
-    steps = replayed(model)
-    assert steps is not None
+    steps = steps_of(model)
     with emulated():
         weight.data = bank[0]
         stepped(model, model, cache)
@@ -165,9 +165,8 @@ def test_a_weight_in_another_part_of_its_memory_is_seen() -> None:
 
 
 def test_a_mask_for_each_kind_of_layer_is_the_models_own() -> None:
-    model = fuse_(small("gemma3_text", head_dim=32, num_hidden_layers=2), "swiglu", cache="f16")
-    steps, found = replayed(model), []
-    assert steps is not None
+    model = fused("gemma3_text", "f16", head_dim=32)
+    steps, found = steps_of(model), []
     masks = {"full_attention": None, "sliding_attention": None}
     for forward in (model, steps.original):
         cache = PackedCache(model.config, "f16")

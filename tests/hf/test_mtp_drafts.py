@@ -33,12 +33,20 @@ class Seen(Mtp):
 
     def __init__(self, model: Any, head: Any) -> None:
         super().__init__(model, head, PackedCache(head.block.config, "f32"))
+        self.model = model
         self.proposals: list[tuple[list[int], list[int]]] = []
 
     def propose(self, most: int) -> list[int]:
         found = super().propose(most)
         self.proposals.append(([*self._tokens], found))
         return found
+
+    def check(self) -> None:
+        """Each is the head's of the whole text, whatever earlier drafts it has kept."""
+        assert self.proposals
+        with torch.inference_mode():
+            for text, found in self.proposals:
+                assert found == chain(self.model, self.head, text, len(found))
 
 
 def chain(model: Any, head: Any, text: list[int], most: int) -> list[int]:
@@ -59,7 +67,6 @@ def chain(model: Any, head: Any, text: list[int], most: int) -> list[int]:
 def test_tokens_are_those_without_drafts(
     family: str, given: dict[str, Any], tmp_path: Path
 ) -> None:
-    """And each draft is the head's of the whole text, whatever earlier drafts it has kept."""
     model, head = pair(family, tmp_path)
     draft, prompt = Seen(model, head), ids(1, 9)
     want = answer(model, prompt, **given)
@@ -71,9 +78,7 @@ def test_tokens_are_those_without_drafts(
     for each in (model, head):
         steps = replayed(each)
         assert steps is not None and (steps.replays > 20 or family == "deepseek_v3")
-    with torch.inference_mode():
-        for text, found in draft.proposals:
-            assert found == chain(model, head, text, len(found))
+    draft.check()
 
 
 def test_the_next_prompt(tmp_path: Path) -> None:
@@ -94,9 +99,7 @@ def test_the_next_prompt(tmp_path: Path) -> None:
     read.clear()
     got = answer(model, other, draft=draft, pace=Fixed(3), **GREEDY)
     assert torch.equal(got, answer(model, other, **GREEDY)) and 9 <= max(read) <= 18
-    with torch.inference_mode():
-        for seen, found in draft.proposals:
-            assert found == chain(model, head, seen, len(found))
+    draft.check()
 
 
 def test_a_text_whose_beginning_only_the_model_has_read(tmp_path: Path) -> None:
@@ -141,6 +144,4 @@ def test_steps_without_a_draft_are_queued(tmp_path: Path) -> None:
     pace = Sometimes(3)
     got = answer(model, prompt, draft=draft, pace=pace, reads_late=True, **GREEDY)
     assert torch.equal(got, want) and {1, 4} == set(pace.rows)
-    with torch.inference_mode():
-        for text, found in draft.proposals:
-            assert found == chain(model, head, text, len(found))
+    draft.check()

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from layer_models import are_fused, ids, layers, padded, small
+from layer_models import are_fused, ids, layers, logits, padded, pair, small
 from lora_cases import QUIET, lora, randomize
 from peft import get_peft_model
 from torch import Tensor, nn
@@ -27,16 +27,16 @@ from torch_metalmm.testing import emulated, shader_library
 pytestmark = QUIET
 
 
-def fused(kind: str = "llama", **options: Any) -> Any:
-    model = fuse_(small(kind, **options), "swiglu")
-    assert all(are_fused(model))
-    return model
+def both(kind: str = "llama") -> tuple[Any, Any]:
+    """(fused, as it was)"""
+    model, fused = copy.deepcopy(pair(kind))
+    assert all(are_fused(fused))
+    return fused, model
 
 
-def logits(model: Any, *shape: int, **options: Any) -> Tensor:
-    with torch.no_grad():
-        out: Tensor = model(ids(*shape or (2, 7)), **options).logits
-    return out
+def near(model: Any, plain: Any) -> bool:
+    want = logits(plain)
+    return bool((logits(model) - want).norm() <= 1e-5 * want.norm())
 
 
 @contextmanager
@@ -84,7 +84,7 @@ def hook(module: nn.Module, kind: str, seen: list[int]) -> Callable[[], None]:
     + ["mlp.act_fn", "mlp.down_proj"],
 )
 def test_hooks_below_a_layer_are_called(name: str, kind: str) -> None:
-    model, plain = fused("qwen3"), small("qwen3")
+    model, plain = both("qwen3")
     module = layers(model)[1].get_submodule(name)
     if name == "mlp.act_fn" and kind != "global":
         module = layers(unfuse_(model))[1].get_submodule(name)  # SwiGLU never calls the function
@@ -95,13 +95,13 @@ def test_hooks_below_a_layer_are_called(name: str, kind: str) -> None:
     assert ours(model) == expected
     if name != "mlp.act_fn":
         assert seen
-    assert (logits(model) - logits(plain)).norm() <= 1e-5 * logits(plain).norm()
+    assert near(model, plain)
     remove()
     assert ours(model) == [0, 1]
 
 
 def test_hooks_on_a_layer_are_called_beside_it() -> None:
-    model, seen = fused(), []
+    (model, _), seen = both(), []
     layers(model)[0].register_forward_hook(lambda *_: seen.append(1))
     assert ours(model) == [0, 1] and seen == [1]
 
@@ -110,22 +110,20 @@ def test_hooks_of_accelerate() -> None:
     """They set forwards: around the fused one on layers, in place of it inside of them."""
     from accelerate.hooks import ModelHook, add_hook_to_module, remove_hook_from_module
 
-    model = fused()
-    want = logits(model)
+    model, plain = both()
     for name, numbers in (("", [0, 1]), ("self_attn", [0]), ("mlp.down_proj", [0])):
         module = layers(model)[1].get_submodule(name)
         add_hook_to_module(module, ModelHook())
         assert ours(model) == numbers
-        assert (logits(model) - want).norm() <= 1e-5 * want.norm()
+        assert near(model, plain)
         remove_hook_from_module(module)
         assert ours(model) == [0, 1]
-    plain = small("llama")
     add_hook_to_module(layers(plain)[0], ModelHook())
     assert are_fused(fuse_(plain)) == [False, True]
 
 
 def test_a_module_that_is_replaced_computes() -> None:
-    model = fused()
+    model, _ = both()
     norm = layers(model)[0].post_attention_layernorm
     layers(model)[0].post_attention_layernorm = nn.Identity()
     assert ours(model) == [1]
@@ -135,23 +133,21 @@ def test_a_module_that_is_replaced_computes() -> None:
 
 @pytest.mark.parametrize("target", ["q_proj", "o_proj", "gate_proj", "down_proj"])
 def test_adapters_compute(target: str) -> None:
-    plain, model = (
-        get_peft_model(m, lora(target, layers_to_transform=[1])) for m in (small("llama"), fused())
-    )
+    model, plain = (get_peft_model(m, lora(target, layers_to_transform=[1])) for m in both())
     for m in (plain, model):
         randomize(m)
         m.eval()
     inner = model.get_base_model()
     assert ours(inner) == [0]
+    assert near(model, plain)
     want = logits(plain)
-    assert (logits(model) - want).norm() <= 1e-5 * want.norm()
     with model.disable_adapter():
         assert (logits(model) - want).norm() > 1e-4 * want.norm()
 
 
 def test_a_layer_trains_as_its_class() -> None:
     """Norms are trained; nothing is where no gradient is recorded."""
-    model, plain = fused(), small("llama")
+    model, plain = both()
     for m in (model, plain):
         m(input_ids=ids(2, 7), labels=ids(2, 7)).loss.backward()
     grads = [
@@ -170,7 +166,7 @@ def test_a_layer_trains_as_its_class() -> None:
 
 
 def test_autocast_computes_in_the_dtype_that_it_would() -> None:
-    model, plain = fused(), small("llama")
+    model, plain = both()
     with torch.autocast("cpu", torch.bfloat16):
         assert ours(model) == []
         got, want = logits(model), logits(plain)
@@ -179,7 +175,7 @@ def test_autocast_computes_in_the_dtype_that_it_would() -> None:
 
 
 def test_other_arguments_reach_the_layer() -> None:
-    model = fused()
+    model, _ = both()
     assert ours(model, lambda m: logits(m, other=None)) == [0, 1]
     assert ours(model, lambda m: logits(m, output_attentions=False)) == [0, 1]
     assert ours(model, lambda m: logits(m, other=3)) == []
@@ -189,7 +185,7 @@ def test_other_arguments_reach_the_layer() -> None:
 @pytest.mark.parametrize("kind", ["llama", "glm4"])
 def test_layers_are_called_in_other_ways(kind: str) -> None:
     """x with a name, no mask, and cos and sin that are written in place."""
-    model, plain = fused(kind), small(kind)
+    model, plain = both(kind)
     x, positions = torch.randn(1, 2, 64), torch.arange(2)[None]
     angles = tuple(t.clone() for t in model.model.rotary_emb(x, positions))
     layer, own = layers(model)[0], layers(plain)[0]
@@ -208,7 +204,7 @@ def test_layers_are_called_in_other_ways(kind: str) -> None:
 @pytest.mark.parametrize("kind", ["llama", "gemma3_text"])
 def test_outputs_of_layers_and_attention(kind: str) -> None:
     """The hooks that transformers leaves on attention modules matter only while they collect."""
-    model, plain = (m.eval() for m in (fused(kind), small(kind)))
+    model, plain = both(kind)
     for m in (model, plain):
         m.set_attn_implementation("eager")
     for name in ("output_hidden_states", "output_attentions"):
@@ -222,8 +218,7 @@ def test_outputs_of_layers_and_attention(kind: str) -> None:
 
 
 def test_another_attention_function_is_called() -> None:
-
-    model, seen = fused(), []
+    (model, _), seen = both(), []
 
     def attention(*args: Any, **kwargs: Any) -> Any:
         seen.append(kwargs["position_ids"].shape)
@@ -232,7 +227,7 @@ def test_another_attention_function_is_called() -> None:
     AttentionInterface.register("noting", attention)
     want = logits(model)
     model.config._attn_implementation = "noting"
-    assert torch.equal(logits(model), want) and seen == [(1, 7)] * 2
+    assert torch.equal(logits(model), want) and seen == [(1, 9)] * 2
     assert ours(model) == [0, 1]
 
 
@@ -240,7 +235,7 @@ def test_another_attention_function_is_called() -> None:
 
 
 def test_copies_and_files_are_fused_and_independent() -> None:
-    model = fused("gemma3_text")
+    model, _ = both("gemma3_text")
     file = io.BytesIO()
     torch.save(model, file)
     file.seek(0)
@@ -262,7 +257,7 @@ def test_copies_and_files_are_fused_and_independent() -> None:
 
 
 def test_the_state_dict_is_that_of_the_model_before() -> None:
-    plain, model = small("qwen3"), fused("qwen3")
+    model, plain = both("qwen3")
     want, got = plain.state_dict(), model.state_dict()
     assert list(got) and got.keys() == want.keys()
     assert all(torch.equal(got[name], want[name]) for name in want)
@@ -271,21 +266,22 @@ def test_the_state_dict_is_that_of_the_model_before() -> None:
     for m in (plain, model):
         m.load_state_dict(changed)
     assert ours(model) == [0, 1]
-    assert (logits(model) - logits(plain)).norm() <= 1e-5 * logits(plain).norm()
+    assert near(model, plain)
 
 
 def test_an_order_of_columns_that_a_state_dict_brings() -> None:
-    model, plain = fused(), small("llama")
+    model, plain = both()
     name = "model.layers.1.self_attn.o_proj.input_order"
     state = plain.state_dict() | {name: torch.randperm(64)}
     for m in (model, plain):
         m.load_state_dict(state, strict=False)
     assert ours(model) == [0]
-    assert (logits(model) - logits(plain)).norm() <= 1e-5 * logits(plain).norm()
+    assert near(model, plain)
 
 
 def test_unfusing_gives_the_model_back() -> None:
-    model, want = small("gemma2"), logits(small("gemma2"))
+    model = small("gemma2")
+    want = logits(model)
     before = dict(model.named_modules())
     for _ in range(2):
         fuse_(fuse_(model))
@@ -313,7 +309,7 @@ def test_fusing_leaves_no_trace_of_its_runs() -> None:
 
 def test_a_layer_may_take_another_place() -> None:
     """Its number in the cache is read when it is called."""
-    model, plain = fused(), small("llama")
+    model, plain = both()
     for m in (model, plain):
         m.model.layers = nn.ModuleList(reversed(layers(m)))
         for number, layer in enumerate(m.model.layers):
@@ -324,7 +320,7 @@ def test_a_layer_may_take_another_place() -> None:
 
 def test_what_layers_share_is_of_both_angles_and_the_function() -> None:
     """One cos, and then another sin, attention function or autocast."""
-    model, plain = fused("llama"), small("llama")
+    model, plain = both()
     x = torch.randn(1, 3, 64, generator=torch.Generator().manual_seed(0))
     cos, sin = model.model.rotary_emb(x, torch.arange(3)[None])
     calls: list[str] = []

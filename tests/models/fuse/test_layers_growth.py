@@ -6,9 +6,10 @@ import copy
 import pickle
 from typing import Any
 
+import layer_models
 import pytest
 import torch
-from layer_models import are_fused, ids, layers, small
+from layer_models import are_fused, layers, small
 from replay_pair import Pair
 from torch import Tensor
 
@@ -30,10 +31,7 @@ def model_of(**rope: Any) -> Any:
 
 
 def logits(model: Any, first: int = 0) -> Tensor:
-    given = {"position_ids": torch.arange(first, first + 9).expand(2, -1)}
-    with torch.no_grad():
-        out: Tensor = model(ids(2, 9), **given).logits
-    return out
+    return layer_models.logits(model, position_ids=torch.arange(first, first + 9).expand(3, -1))
 
 
 def check_near(got: Tensor, want: Tensor) -> None:

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from family_models import family_pair
 from torch import Tensor, nn
 
 from bench.models.families import FAMILIES, family
@@ -63,7 +64,7 @@ def places(*shape: int) -> Tensor:
 @pytest.mark.parametrize("kind", FAMILIES)
 def test_every_family(kind: str) -> None:
     """Each model that rotates has its module found; bits at near and far positions, any dtype."""
-    model = family(kind)
+    model = copy.deepcopy(family_pair(kind)[0])
     fuse_rotations(model)
     found = rotations(model)
     assert bool(found) == any(n.endswith("inv_freq") for n, _ in model.named_buffers())

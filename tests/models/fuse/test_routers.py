@@ -9,10 +9,11 @@ from typing import Any
 
 import pytest
 import torch
+from family_models import family_pair
 from inputs import activations
 from torch import Tensor, nn
 
-from bench.models.families import family, fused_family
+from bench.models.families import fused_family
 from torch_metalmm import unfuse_
 from torch_metalmm.models.routers import fuse_routers
 from torch_metalmm.nn.router import FusedRouter
@@ -36,7 +37,7 @@ def _of(forward: Any) -> Any:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
 def test_routers_of_families(kind: str, dtype: torch.dtype) -> None:
     """Weights in the router's own dtype, near those of its own forward; one router a layer."""
-    model = fused_family(family(kind).to(dtype))
+    model = fused_family(copy.deepcopy(family_pair(kind)[0]).to(dtype))
     dense = 1 if kind in NESTED else 0
     assert len(routers(model)) == model.config.num_hidden_layers - dense
     for module in routers(model):
@@ -139,7 +140,7 @@ def test_when_the_routers_own_forward_computes() -> None:
 
 
 def test_copies_and_undoing() -> None:
-    model = fused_family(family("qwen3_moe"))
+    model = copy.deepcopy(family_pair("qwen3_moe")[1])
     keys = list(model.state_dict())
     for other in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
         assert len(routers(other)) == 2
@@ -152,7 +153,7 @@ def test_copies_and_undoing() -> None:
 @pytest.mark.parametrize("kind", NESTED)
 def test_children_of_a_router_that_are_called(kind: str) -> None:
     """With a hook, a forward or a layer of another's they are, by the router's own forward."""
-    model = fused_family(family(kind))
+    model = copy.deepcopy(family_pair(kind)[1])
     module = routers(model)[-1]
     name, child = next(iter(module.named_children()))
     x = activations(1, 6, 128, seed=kind)

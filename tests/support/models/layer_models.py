@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import copy
+import functools
 import warnings
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from torch_metalmm import QuantEmbedding, QuantLinear, quantize_
+from torch_metalmm import QuantEmbedding, QuantLinear, fuse_, quantize_
 from torch_metalmm.models.fuse.layers import fused_layer
 from torch_metalmm.models.fuse.norms import as_norm
 
@@ -106,6 +107,20 @@ def small(
         return quantize_(model, format, progress=False)
 
 
+def fused(kind: str, cache: str | None = None, **options: Any) -> Any:
+    """small(), all its layers fused."""
+    model = fuse_(small(kind, **options), "swiglu", cache=cache)
+    assert all(are_fused(model))
+    return model
+
+
+@functools.cache
+def pair(kind: str, dtype: torch.dtype = torch.float32) -> tuple[Any, Any]:
+    """small(), and fused. Tests share them: what a test changes it does to copies."""
+    model = small(kind, dtype=dtype)
+    return model, fuse_(copy.deepcopy(model), "swiglu")
+
+
 def layers(model: Any) -> list[Any]:
     decoder = model.get_decoder()
     found: Any = decoder.layers if hasattr(decoder, "layers") else decoder.h
@@ -120,6 +135,13 @@ def ids(*shape: int, seed: int = 0) -> Tensor:
     """Random ids without the special ones."""
     g = torch.Generator().manual_seed(seed)
     return torch.randint(3, VOCABULARY, shape, generator=g)
+
+
+def logits(model: Any, **given: Any) -> Tensor:
+    """Of a few ids, or of what is given."""
+    with torch.no_grad():
+        out: Tensor = model(**{"input_ids": ids(3, 9)} | given).logits
+    return out
 
 
 def padded(batch: int, length: int) -> dict[str, Tensor]:

@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import copy
-import functools
 from typing import Any
 
+import layer_models
 import torch
-from layer_models import ids, layers, small
+from layer_models import ids, layers
 from torch import Tensor
 
-from torch_metalmm import PackedCache, fuse_
+from torch_metalmm import PackedCache
 from torch_metalmm.hf.replay import replayed
 
 KINDS = ("llama", "qwen3", "gemma3_text")
@@ -18,14 +17,8 @@ WINDOW = 64
 
 
 def fused(kind: str = "llama", cache: str = "q8_0/q8_0") -> Any:
-    return copy.deepcopy(_fused(kind, cache))
-
-
-@functools.cache
-def _fused(kind: str, cache: str) -> Any:
     window = {"sliding_window": WINDOW} if kind == "gemma3_text" else {}
-    model = small(kind, head_dim=32, num_hidden_layers=2, **window)
-    return fuse_(model, "swiglu", cache=cache)
+    return layer_models.fused(kind, cache, head_dim=32, **window)
 
 
 def recurrent() -> Any:
@@ -33,7 +26,7 @@ def recurrent() -> Any:
     sizes = {"linear_num_key_heads": 2, "linear_num_value_heads": 4}
     sizes |= {"linear_key_head_dim": 32, "linear_value_head_dim": 32}
     kinds = ["linear_attention", "full_attention"]
-    return fuse_(small("qwen3_5_text", layer_types=kinds, **sizes), "swiglu", cache="q8_0/q8_0")
+    return layer_models.fused("qwen3_5_text", "q8_0/q8_0", layer_types=kinds, **sizes)
 
 
 def unfused(model: Any, layer: int, eps: float = 0.01) -> Any:
