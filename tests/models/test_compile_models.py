@@ -8,9 +8,10 @@ from typing import Any
 
 import pytest
 import torch
+from layer_models import ids, small
 from tiny_models import tiny_llama, token_ids
 from torch import Tensor, nn
-from torch._dynamo.testing import CompileCounter, CompileCounterWithBackend
+from torch._dynamo.testing import CompileCounterWithBackend
 
 from torch_metalmm import fuse_, quantize_
 
@@ -40,9 +41,9 @@ def llama(kind: str, **options: Any) -> Any:
     return fuse_(model, "swiglu_linear") if kind == "fused" else model
 
 
-def logits(model: Any, ids: Tensor) -> Tensor:
+def logits(model: Any, tokens: Tensor) -> Tensor:
     with torch.no_grad():
-        return model(ids, use_cache=False).logits
+        return model(tokens, use_cache=False).logits
 
 
 def our_ops(graph: torch.fx.GraphModule) -> list[str]:
@@ -57,9 +58,9 @@ def test_one_graph_serves_every_batch_and_length(kind: str) -> None:
     counter = CompileCounterWithBackend("aot_eager")
     compiled = torch.compile(model, fullgraph=True, backend=counter)
     for shape in SHAPES:
-        ids = token_ids(*shape)
-        torch._dynamo.mark_dynamic(ids, (0, 1))
-        assert torch.equal(logits(compiled, ids), logits(model, ids))
+        tokens = token_ids(*shape)
+        torch._dynamo.mark_dynamic(tokens, (0, 1))
+        assert torch.equal(logits(compiled, tokens), logits(model, tokens))
     assert counter.frame_count == 1
     assert len(our_ops(counter.graphs[0])) == 2 * OPS[kind] + BESIDE[kind]
     assert torch.equal(logits(compiled, token_ids(1, 9)), logits(model, token_ids(1, 9)))
@@ -67,41 +68,34 @@ def test_one_graph_serves_every_batch_and_length(kind: str) -> None:
     assert not torch._dynamo.utils.counters["graph_break"]
 
 
-def test_sizes_not_marked_cost_one_more_graph() -> None:
-    """The first call is compiled for its sizes, the second for any."""
-    model, counter = llama("plain", num_hidden_layers=1), CompileCounter()
-    compiled = torch.compile(model, fullgraph=True, backend=counter)
-    frames = []
-    for shape in SHAPES:
-        assert torch.equal(logits(compiled, token_ids(*shape)), logits(model, token_ids(*shape)))
-        frames.append(counter.frame_count)
-    assert frames == [1, 2, 2, 2]
-
-
-@pytest.mark.parametrize("kind", OPS)
+@pytest.mark.parametrize("kind", [*OPS, "gemma3_text", "glm4", "smollm3"])
 def test_decoding_takes_two_graphs(kind: str) -> None:
-    """One for the prompt, one for every token after it, which takes the form for one row."""
+    """One for the prompt, one for every token after it, which takes the form for one row; of layers
+    that differ, too: two tables of rotations, angles in pairs, layers that do not rotate."""
     from transformers import StaticCache
 
-    model, counter = llama(kind, num_hidden_layers=1), CompileCounterWithBackend("eager")
+    model = llama(kind, num_hidden_layers=1) if kind in OPS else fuse_(small(kind), "swiglu_linear")
+    counter = CompileCounterWithBackend("eager")
     compiled = torch.compile(model, fullgraph=True, backend=counter)
 
     def generate(f: Any) -> Tensor:
         cache = StaticCache(config=model.config, max_cache_len=16)
-        ids, position, out = token_ids(1, 6), torch.arange(6), []
+        step, position, out = ids(1, 6), torch.arange(6), []
         with torch.no_grad():
             for _ in range(4):
-                y = f(ids, past_key_values=cache, position_ids=position[None]).logits[:, -1]
-                ids, position = y.argmax(-1, keepdim=True), position[-1:] + 1
-                out.append(ids)
+                y = f(step, past_key_values=cache, position_ids=position[None]).logits[:, -1]
+                step, position = y.argmax(-1, keepdim=True), position[-1:] + 1
+                out.append(y)
         return torch.cat(out)
 
-    assert torch.equal(generate(compiled), generate(model))
+    got, want = generate(compiled), generate(model)
+    assert (got - want).norm() <= 1e-5 * want.norm()
     assert counter.frame_count == 2
     prompt, token = (our_ops(graph) for graph in counter.graphs)
-    if kind == "fused":
+    if kind != "plain":
         assert "swiglu" in prompt and "swiglu_linear" not in prompt
         assert "swiglu_linear" in token and "swiglu" not in token
+        assert token.count("rope") == (1 if kind == "fused" else 2)
 
 
 def test_inductor_computes_the_same() -> None:
@@ -120,8 +114,8 @@ class Logits(nn.Module):
         super().__init__()
         self.model = model
 
-    def forward(self, ids: Tensor) -> Tensor:
-        return self.model(ids, use_cache=False).logits
+    def forward(self, tokens: Tensor) -> Tensor:
+        return self.model(tokens, use_cache=False).logits
 
 
 @torch.no_grad()  # whole layers are fused where no gradient of their norms is recorded
@@ -155,7 +149,7 @@ def test_the_loss_of_a_compiled_model_has_the_same_gradients() -> None:
     grads = []
     for f in (model, compiled):
         model.zero_grad()
-        ids = token_ids(2, 7)
-        f(input_ids=ids, labels=ids, use_cache=False).loss.backward()
+        tokens = token_ids(2, 7)
+        f(input_ids=tokens, labels=tokens, use_cache=False).loss.backward()
         grads.append([p.grad for p in model.parameters() if p.requires_grad])
     assert len(grads[0]) == 4 and all(map(torch.equal, *grads))

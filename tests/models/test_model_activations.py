@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import json
 import pickle
 from pathlib import Path
 from typing import Any
@@ -11,7 +10,8 @@ from typing import Any
 import pytest
 import torch
 from hf_models import random_model
-from layer_models import FUSED, are_fused, ids, small
+from layer_models import FUSED, are_fused, ids, logits, pair, small
+from spoiled_folders import quant, stored
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AutoModelForCausalLM
@@ -52,24 +52,19 @@ def kinds(model: Any, given: Tensor | None = None) -> list[Any]:
     return mode.seen
 
 
-def logits(model: Any) -> Tensor:
-    with torch.no_grad():
-        out: Tensor = model(ids(2, 5)).logits.double()
-    return out
-
-
 def settings(model: nn.Module) -> dict[str, str | None]:
     return {n: m.activations for n, m in model.named_modules() if isinstance(m, QuantLinear)}
 
 
+ROUNDED = [("swiglu", "int8"), ("swiglu_linear", "int8"), ("swiglu_linear", "int16")]
+
+
 @pytest.mark.parametrize(
-    ("form", "rounding"),
-    [("swiglu", "int8"), ("swiglu_linear", "int8"), ("swiglu_linear", "int16")],
+    ("kind", "form", "rounding"), [(kind, *ROUNDED[i % 3]) for i, kind in enumerate(FUSED)]
 )
-@pytest.mark.parametrize("kind", FUSED)
 def test_every_product_rounds(kind: str, form: str, rounding: str) -> None:
     """Plain and fused, one row and several; fused as far from exact as plain, and as near to it."""
-    model = small(kind)
+    model, _ = pair(kind)
     exact = logits(model)
     plain = activations_(copy.deepcopy(model), rounding)
     assert set(settings(plain).values()) == {rounding}
@@ -155,22 +150,17 @@ def test_compiled() -> None:
 
 
 @pytest.mark.parametrize("how", ["save_packed", "save_pretrained"])
-@pytest.mark.parametrize("fused", [False, True])
-def test_files_keep_it(tmp_path: Path, how: str, fused: bool) -> None:
-    model = activations_(quantize_(random_model("llama"), "q8_0", progress=False), "int8")
-    if fused:
-        fuse_(model)
+def test_files_of_a_fused_model_keep_it(tmp_path: Path, how: str) -> None:
+    model = fuse_(activations_(quantize_(random_model("llama"), "q8_0", progress=False), "int8"))
     if how == "save_packed":
         save_packed(model, None, tmp_path)
     else:
         model.save_pretrained(tmp_path)
-    stored = json.loads((tmp_path / "config.json").read_text())["quantization_config"]
-    assert stored["activations"] == "int8"
+    assert stored(tmp_path)["activations"] == "int8"
     for loaded in (load_packed(tmp_path)[0], AutoModelForCausalLM.from_pretrained(tmp_path)):
         assert set(settings(loaded).values()) == {"int8"} and set(kinds(loaded)) == {"int8"}
         activations_(loaded, None).save_pretrained(tmp_path / "again")
-        again = json.loads((tmp_path / "again" / "config.json").read_text())
-        assert "activations" not in again["quantization_config"]
+        assert "activations" not in stored(tmp_path / "again")
 
 
 def test_files_keep_layers_that_differ(tmp_path: Path) -> None:
@@ -220,9 +210,6 @@ def test_models_that_cannot() -> None:
 
 def test_a_stored_name_that_is_no_layer(tmp_path: Path) -> None:
     quantize_(random_model("llama"), "q8_0", progress=False).save_pretrained(tmp_path)
-    path = tmp_path / "config.json"
-    config = json.loads(path.read_text())
-    config["quantization_config"]["activations"] = {"model.norm": "int8"}
-    path.write_text(json.dumps(config))
+    quant(activations={"model.norm": "int8"})(tmp_path)
     with pytest.raises(ValueError, match=r"model\.norm in activations is no packed layer"):
         AutoModelForCausalLM.from_pretrained(tmp_path)

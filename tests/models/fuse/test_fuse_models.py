@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-import copy
-import warnings
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from hf_models import logits, random_model
 from lora_cases import QUIET, lora, randomize
 from peft import get_peft_model
 from safetensors import safe_open
-from tiny_models import VOCABULARY, tiny_llama, token_ids
-from torch import nn
+from tiny_models import tiny_llama, token_ids
 
 from torch_metalmm import (
     QuantLinear,
@@ -28,51 +26,25 @@ from torch_metalmm.nn.fused import LinearPart, MergedLinear, SwiGLU
 
 pytestmark = QUIET
 
-SIZES = {
-    "hidden_size": 256,
-    "intermediate_size": 512,
-    "num_hidden_layers": 1,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "vocab_size": VOCABULARY,
-    "pad_token_id": 0,
-    "bos_token_id": 1,
-    "eos_token_id": 2,
-}
-T5 = {"d_model": 256, "d_ff": 512, "num_layers": 1, "num_heads": 4, "vocab_size": VOCABULARY}
 QKV = "self_attn.merged_q_proj_k_proj_v_proj"
-# {architecture: (its sizes, the merged layers, whether its MLP has a gate)}
-MODELS: dict[str, tuple[dict[str, Any], set[str], bool]] = {
-    "llama": (SIZES, {QKV}, True),
-    "phi": (SIZES, {QKV}, False),
-    "phi3": (SIZES, set(), True),  # both are merged by the model
-    "bert": (SIZES, {"self.merged_query_key_value"}, False),
-    "t5": (T5, {"SelfAttention.merged_k_v", "EncDecAttention.merged_k_v"}, False),
+# {architecture: (the merged layers, whether its MLP has a gate)}
+MODELS: dict[str, tuple[set[str], bool]] = {
+    "llama": ({QKV}, True),
+    "phi": ({QKV}, False),
+    "phi3": (set(), True),  # both are merged by the model
+    "bert": ({"self.merged_query_key_value"}, False),
+    "t5": ({"SelfAttention.merged_k_v", "EncDecAttention.merged_k_v"}, False),
 }
 
 
-def small(kind: str, sizes: dict[str, Any]) -> Any:
-    from transformers import AutoConfig, AutoModel
-
-    torch.manual_seed(0)
-    model = AutoModel.from_config(AutoConfig.for_model(kind, **sizes)).eval()
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # what T5 reads itself stays dense
-        return quantize_(model, "q8_0", progress=False)
-
-
+@pytest.mark.filterwarnings("ignore:left dense", "ignore:K is not a multiple")  # of T5
 @pytest.mark.parametrize("kind", MODELS)
 def test_architectures(kind: str) -> None:
     """A wrong role, part or order would change the output by as much as it is large."""
-    sizes, merged, swiglu = MODELS[kind]
-    model = small(kind, sizes)
-    inputs = {"input_ids": token_ids(2, 7)}
-    if kind == "t5":
-        inputs["decoder_input_ids"] = token_ids(2, 5, seed=1)
-    with torch.inference_mode():
-        want = model(**inputs)[0]
-        fuse_(model, "swiglu")
-        got = model(**inputs)[0]
+    merged, swiglu = MODELS[kind]
+    model = quantize_(random_model(kind), "q8_0", progress=False)
+    want = logits(model)
+    got = logits(fuse_(model, "swiglu"))
     names = {n: m for n, m in model.named_modules() if isinstance(m, MergedLinear)}
     assert {".".join(n.split(".")[-2:]) for n in names} == merged
     assert any(isinstance(m, SwiGLU) for m in model.modules()) == swiglu
@@ -82,14 +54,6 @@ def test_architectures(kind: str) -> None:
 
 def packed_llama(**options: Any) -> Any:
     return quantize_(tiny_llama(**options), "q4_k", progress=False)
-
-
-@pytest.mark.parametrize("form", ["swiglu", "swiglu_linear"])
-def test_a_fused_model_generates_the_same_tokens(form: str) -> None:
-    model, ids = packed_llama(), token_ids(2, 6)
-    want = model.generate(ids, max_new_tokens=8, do_sample=False)
-    fuse_(model, form)
-    assert torch.equal(model.generate(ids, max_new_tokens=8, do_sample=False), want)
 
 
 def test_a_fused_model_is_saved_as_it_was(tmp_path: Path) -> None:
@@ -166,13 +130,3 @@ def test_layers_with_adapters_are_not_fused() -> None:
     assert type(layer.self_attn.k_proj) is type(layer.self_attn.v_proj) is LinearPart
     assert type(layer.mlp.gate_proj) is QuantLinear
     assert (model(ids).logits - want).norm() <= 1e-5 * want.norm()
-
-
-def test_a_copy_of_a_fused_model_trains_alone() -> None:
-    model = fuse_(packed_llama(), "swiglu")
-    other = adapted(copy.deepcopy(model), "q_proj")
-    ids = token_ids(1, 4)
-    want = model(ids).logits
-    other(input_ids=ids, labels=ids).loss.backward()
-    assert torch.equal(model(ids).logits, want)
-    assert not any(isinstance(m, nn.Module) and hasattr(m, "lora_A") for m in model.modules())
