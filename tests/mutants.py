@@ -46,7 +46,7 @@ TARGETS = {
     "torch_metalmm/files/gguf/derive.py": "test_converted.py test_gguf_save.py",
     "torch_metalmm/tools/serve/ollama.py": "test_serve_replies.py test_serve_clients.py -k ollama",
     "torch_metalmm/files/gguf/layout.py": "test_gguf_file.py test_gguf_hostile.py",
-    "torch_metalmm/files/limits.py": "test_limits.py test_odd_folders.py",
+    "torch_metalmm/files/limits.py": "test_odd_folders.py",
     "torch_metalmm/files/untrusted.py": "test_untrusted.py",
     "torch_metalmm/files/owned.py": "test_saves.py test_checkpoint.py",
     "torch_metalmm/files/staging.py": "test_saves.py test_checkpoint.py",

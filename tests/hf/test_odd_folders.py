@@ -22,6 +22,7 @@ from torch_metalmm import (
     save_mlx,
     save_packed,
 )
+from torch_metalmm.files.limits import MAX_LAYERS, check_counts
 from torch_metalmm.tools.cli import main
 
 pytestmark = pytest.mark.usefixtures("quiet_transformers")
@@ -125,7 +126,7 @@ CASES: dict[str, tuple[Spoil, str, tuple[str, ...]]] = {
     "padding beyond": (config(pad_token_id=2**40), "AssertionError: Padding_idx must be", ALL),
     "labels are text": (config(id2label={"x": 5}), "invalid literal|no config", INDEXED),
     "no dtype": (config(dtype="zz"), "has no attribute 'zz'", INDEXED),
-    "layers of 1000": (  # other counts: test_limits
+    "layers of 1000": (  # other counts: below
         config(num_hidden_layers=1000),
         "config.json: num_hidden_layers = 1000, at most 128 are built for the tensors of",
         ALL,
@@ -171,3 +172,34 @@ def test_integers_are_refused_while_packing(tmp_path: Path, folders: Path) -> No
     kind = transformers.AutoModelForCausalLM
     with pytest.raises(ValueError, match="norm.weight is I32, not a float dtype"):
         kind.from_pretrained(tmp_path / "dense", quantization_config=MetalMMConfig("q8_0"))
+
+
+# ---- counts
+
+
+@pytest.mark.parametrize(
+    ("tensors", "key", "most"),
+    [
+        (1, "num_hidden_layers", 128),  # a model of few tensors may state a default
+        (200, "num_hidden_layers", 200),
+        (200, "encoder_layers", 200),
+        (0, "num_hidden_layers", MAX_LAYERS),  # weights of another kind are not counted
+        (1, "num_local_experts", MAX_LAYERS),
+        (1, "num_labels", 2**20),
+    ],
+)
+@pytest.mark.parametrize("inside", [False, True])
+def test_the_largest_counts_that_are_built(
+    tensors: int, key: str, most: int, inside: bool, tmp_path: Path
+) -> None:
+    if tensors:
+        save_file({str(i): torch.zeros(1) for i in range(tensors)}, tmp_path / "model.safetensors")
+
+    def counts(count: int) -> dict[str, object]:
+        return {"parts": [{"text_config": {key: count}}]} if inside else {key: count}
+
+    check_counts(tmp_path, counts(most))
+    with pytest.raises(ValueError, match=f"config.json: {key} = {most + 1}, at most {most} are"):
+        check_counts(tmp_path, counts(most + 1))
+    with pytest.raises(ValueError, match=f"{key} = a number of 70 bits, at most {most} are"):
+        check_counts(tmp_path, counts(2**69))

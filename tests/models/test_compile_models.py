@@ -54,7 +54,7 @@ def our_ops(graph: torch.fx.GraphModule) -> list[str]:
 @pytest.mark.parametrize("kind", OPS)
 def test_one_graph_serves_every_batch_and_length(kind: str) -> None:
     """fullgraph: a graph break is an error. Sizes of 1 are graphs of their own, as ever."""
-    model = llama(kind)
+    model = llama(kind, num_hidden_layers=1)
     counter = CompileCounterWithBackend("aot_eager")
     compiled = torch.compile(model, fullgraph=True, backend=counter)
     for shape in SHAPES:
@@ -62,7 +62,7 @@ def test_one_graph_serves_every_batch_and_length(kind: str) -> None:
         torch._dynamo.mark_dynamic(tokens, (0, 1))
         assert torch.equal(logits(compiled, tokens), logits(model, tokens))
     assert counter.frame_count == 1
-    assert len(our_ops(counter.graphs[0])) == 2 * OPS[kind] + BESIDE[kind]
+    assert len(our_ops(counter.graphs[0])) == OPS[kind] + BESIDE[kind]
     assert torch.equal(logits(compiled, token_ids(1, 9)), logits(model, token_ids(1, 9)))
     assert counter.frame_count == 2
     assert not torch._dynamo.utils.counters["graph_break"]
