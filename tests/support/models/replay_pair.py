@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+import functools
 from typing import Any
 
 import layer_models
@@ -17,6 +19,11 @@ WINDOW = 64
 
 
 def fused(kind: str = "llama", cache: str = "q8_0/q8_0") -> Any:
+    return copy.deepcopy(_fused(kind, cache))
+
+
+@functools.cache
+def _fused(kind: str, cache: str) -> Any:
     window = {"sliding_window": WINDOW} if kind == "gemma3_text" else {}
     return layer_models.fused(kind, cache, head_dim=32, **window)
 
