@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import math
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
@@ -27,7 +26,7 @@ def with_unit(size: float) -> Callable[[float], str]:
 
 
 def whole_percent(value: float) -> str:
-    return ABSENT if math.isnan(value) else f"{100 * value:.0f} %"
+    return f"{100 * value:.0f} %"
 
 
 def quartiles(name: str, title: str = "quartiles") -> Column:

@@ -7,7 +7,6 @@ process; and a prompt of each.
 
 from __future__ import annotations
 
-import math
 import tempfile
 from collections.abc import Iterator, Sequence
 from functools import partial
@@ -189,7 +188,9 @@ def run(run: Run) -> Iterator[Record]:
                 "of_unfused": timing.median / medians["unfused"].median,
                 "prompt": run.args.prompt,
                 "prompt_ms": prompts.get(name),
-                "prompt_of_unfused": prompts.get(name, math.nan) / prompts["unfused"],
+                "prompt_of_unfused": prompts[name] / prompts["unfused"]
+                if name in prompts
+                else None,
                 "replays": replayed(fused).replays if name == "replayed" else 0,  # type: ignore[union-attr]
             }
 

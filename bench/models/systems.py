@@ -187,10 +187,14 @@ class Static(Transformers):
 
 def counts(cache: Any) -> list[Tensor]:
     """What a cache of constant size counts, all of which moves with a token: the length of each
-    layer of StaticCache but recurrent ones; the last slot and the length that the layers of ours
-    share."""
+    layer of StaticCache; the last slot and the length that the layers of ours share. Recurrent
+    layers count nothing."""
     names = ("cumulative_length", "last_and_length")
-    held = [getattr(layer, n) for layer in cache.layers for n in names if hasattr(layer, n)]
+    held = []
+    for layer in cache.layers:
+        name = next((n for n in names if hasattr(layer, n)), None)
+        if name is not None or not hasattr(layer, "recurrent_states"):
+            held.append(getattr(layer, name or names[0]))
     return list({id(t): t for t in held}.values())
 
 
@@ -229,7 +233,8 @@ class Graph(Static):
         before = [length.clone() for length in counts(self.cache)]
         # Twice before: what is compiled at the first call is compiled then.
         graph, logits = captured(lambda: self.run(ids), lambda: [self.run(ids) for _ in range(2)])
-        # What was fed to warm up is masked out again, and overwritten by the next tokens.
+        # What was fed to warm up is masked out again, and overwritten by the next tokens. States
+        # of recurrent layers keep it, which changes no time.
         for length, was in zip(counts(self.cache), before, strict=True):
             length.copy_(was)
 

@@ -7,12 +7,14 @@ from typing import Any
 
 from .blame import blaming
 
-_FILES = ("preprocessor_config.json", "processor_config.json", "video_preprocessor_config.json")
+_CONFIGS = ("preprocessor_config.json", "processor_config.json")
+_BESIDE = ("video_preprocessor_config.json", "chat_template.json")
 
 
 def processor_files(folder: Path) -> dict[str, Path]:
-    """{name: file} of those that the folder has."""
-    return {name: folder / name for name in _FILES if (folder / name).is_file()}
+    """{name: file} of those that the folder has; none without a processor."""
+    found = {n: folder / n for n in (*_CONFIGS, *_BESIDE) if (folder / n).is_file()}
+    return found if found.keys() & {*_CONFIGS} else {}
 
 
 def read_processor(folder: Path) -> Any:

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from ..models.cache_argument import cache_of_generate
+from ..models.last_prompt import forget_prompt
 
 Steps = Generator[Tensor, int, None]
 
@@ -38,10 +39,13 @@ def _steps(
     generation_config: Any,
     **given: Any,
 ) -> Steps:
-    out = model._prefill(input_ids, generation_config, given, is_first_iteration=True)
-    while True:
-        token = yield out.logits[:, -1].float()
-        given = model._update_model_kwargs_for_generation(out, given)
-        input_ids = torch.cat([input_ids, input_ids.new_tensor([[token]])], 1)
-        step = model.prepare_inputs_for_generation(input_ids, next_sequence_length=1, **given)
-        out = model(**step, return_dict=True)
+    try:
+        out = model._prefill(input_ids, generation_config, given, is_first_iteration=True)
+        while True:
+            token = yield out.logits[:, -1].float()
+            given = model._update_model_kwargs_for_generation(out, given)
+            input_ids = torch.cat([input_ids, input_ids.new_tensor([[token]])], 1)
+            step = model.prepare_inputs_for_generation(input_ids, next_sequence_length=1, **given)
+            out = model(**step, return_dict=True)
+    finally:
+        forget_prompt(model)

@@ -14,6 +14,7 @@ import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import cache
+from threading import Lock, get_ident
 from types import CodeType, FunctionType
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -29,6 +30,7 @@ _INITIALISES = ("__init__", "_init_weights", "reset_parameters")
 # What no packed layer answers with other numbers than the dense one.
 _HARMLESS = {Tensor.shape.__get__, Tensor.device.__get__, Tensor.size, Tensor.is_meta.__get__}  # type: ignore[attr-defined]
 
+_TRITON = Lock()  # its launcher is changed by one thread at a time
 _read: WeakKeyDictionary[nn.Module, frozenset[str]] = WeakKeyDictionary()
 
 
@@ -144,19 +146,25 @@ def _without_triton() -> Iterator[None]:
     """Kernels of Triton raise. Of a tensor without data they read address 0, after which no call of
     CUDA works in the process: those of flash-linear-attention, which Qwen3.5 takes where it is
     installed, also for a model that lies on the CPU."""
-    launcher = getattr(sys.modules.get("triton.runtime.jit"), "JITFunction", None)
+    launcher, here = (
+        getattr(sys.modules.get("triton.runtime.jit"), "JITFunction", None),
+        get_ident(),
+    )
     if launcher is None:
         yield
         return
 
-    def run(*_: Any, **__: Any) -> None:
-        raise RuntimeError("a kernel of Triton has nothing to read here")
+    def run(*given: Any, **named: Any) -> Any:
+        if get_ident() == here:
+            raise RuntimeError("a kernel of Triton has nothing to read here")
+        return own(*given, **named)
 
-    own, launcher.run = launcher.run, run
-    try:
-        yield
-    finally:
-        launcher.run = own
+    with _TRITON:
+        own, launcher.run = launcher.run, run
+        try:
+            yield
+        finally:
+            launcher.run = own
 
 
 def _inputs(model: Any) -> Iterator[dict[str, Tensor]]:

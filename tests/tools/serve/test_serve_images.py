@@ -12,11 +12,15 @@ from typing import Any
 import pytest
 import torch
 from PIL import Image
-from seeing_models import seeing_folder
+from seeing_models import prompt_of, seeing, seeing_folder
 from serving import Served, serving
+from transformers import AutoTokenizer, DynamicCache
 
 from torch_metalmm import load_packed
+from torch_metalmm.tools.chat.session import Options
 from torch_metalmm.tools.cli import main
+from torch_metalmm.tools.serve.engine import Job
+from torch_metalmm.tools.serve.seeing import Seeing
 
 NEW = 8
 
@@ -54,6 +58,16 @@ def url(image: Image.Image) -> str:
 
 def part(image: Image.Image) -> dict[str, Any]:
     return {"type": "image_url", "image_url": {"url": url(image)}}
+
+
+def scans(count: int) -> str:
+    """A JPEG of a few bytes that costs as many walks over its pixels."""
+    file = io.BytesIO()
+    picture(1).save(file, "JPEG", progressive=True)
+    return (
+        "data:image/jpeg;base64,"
+        + base64.b64encode(file.getvalue()[:-2] + b"\xff\xda" * count).decode()
+    )
 
 
 def answers(folder: Path, text: str, images: list[Image.Image]) -> str:
@@ -139,9 +153,14 @@ def test_answers_with_and_without_images_go_on_together(served: Served) -> None:
         ([{"type": "image_url", "image_url": {"url": "file:///etc/passwd"}}], "fetches none"),
         ([{"type": "image_url", "image_url": {"url": "data:image/png;base64,AA=="}}], "cannot be"),
         ([{"type": "image_url", "image_url": {"url": "data:image/png;base64,*"}}], "cannot be"),
-        ([{"type": "image_url", "image_url": 5}], "parts must be"),
+        ([{"type": "image_url", "image_url": 5}], "images come as"),
+        ([{"type": "image", "source": {"type": "base64"}}], "images come as"),
+        ([{"type": "sound"}], "parts must be images, or texts"),
+        (5, "content must be a text, or a list of parts"),
         ([part(picture(1, 1))] * 33, "at most 32"),
         ([part(picture(1)), {"type": "text", "text": "<image>"}], "processor takes no such"),
+        ([part(picture(1)), {"type": "text", "text": "<patch>"}], "the model takes no such"),
+        ([{"type": "image_url", "image_url": scans(65)}], "more than 64 scans"),
         ([part(Image.new("1", (9000, 9000)))], "pixels"),
         ([part(picture(1)), {"type": "text", "text": "a" * 512}], "the context has"),
     ],
@@ -151,6 +170,72 @@ def test_what_is_refused(served: Served, content: Any, said: str) -> None:
     status, _, told = served.ask("/v1/chat/completions", body)
     assert status == 400 and said in told["error"]["message"], told
     assert told["error"]["param"] == "messages"
+
+
+def test_grey_of_16_bits_is_not_clipped(served: Served) -> None:
+    shades = torch.linspace(0, 255, 50 * 40).view(50, 40).to(torch.uint8)
+    grey = Image.fromarray(shades.numpy())
+    deep = Image.fromarray((shades.to(torch.int32) * 257).to(torch.uint16).numpy())
+    assert deep.mode == "I;16"
+    wrapped = "\n".join(url(deep).split("base64,", 1)[1][i : i + 76] for i in range(0, 9999, 76))
+    in_lines = {"type": "image_url", "image_url": f"DATA:image/png;BASE64,{wrapped.strip()}"}
+    assert chat(served, [in_lines]) == chat(served, [part(grey)])
+    assert chat(served, [part(grey)]) != chat(served, [part(Image.new("L", (40, 50), 255))])
+
+
+class Texts:
+    """A runner of texts that takes two."""
+
+    def __init__(self) -> None:
+        self.taken: list[Job] = []
+
+    def room(self) -> int:
+        return 2 - len(self.taken)
+
+    def is_busy(self) -> bool:
+        return bool(self.taken)
+
+    def take(self, job: Job) -> None:
+        self.taken.append(job)
+
+    def step(self) -> None:
+        raise ArithmeticError("of the texts")
+
+    def fail(self, error: Exception) -> None:
+        for job in self.taken:
+            job.tell(error)
+        self.taken = []
+
+    def stop(self, job: Job) -> None:
+        """Nothing is under way."""
+
+    def takes(self, job: Job) -> bool:
+        return self.room() > 0
+
+
+def test_a_place_is_for_one_image_and_texts_pass_the_next(folder: Path) -> None:
+    model, words = seeing("qwen2_5_vl"), AutoTokenizer.from_pretrained(folder)
+    told: list[Any] = []
+
+    def job(**inputs: Any) -> Job:
+        return Job("", [15], Options(max_new_tokens=9), None, told.append, inputs=inputs)
+
+    texts = Texts()
+    runner = Seeing(texts, model, words, lambda: DynamicCache(config=model.config))
+    first, second, text = job(**prompt_of("qwen2_5_vl")), job(**prompt_of("qwen2_5_vl")), job()
+    assert runner.takes(first) and runner.takes(text)
+    runner.take(first)
+    assert not runner.takes(second) and runner.takes(text) and runner.room() == 1
+    runner.take(text)
+    assert not runner.takes(text)
+    runner.step()  # the failure is told to the text alone
+    assert [type(one) for one in told] == [ArithmeticError] and runner.is_busy()
+    assert model.model.rope_deltas is not None
+    first.is_cancelled = True
+    runner.step()
+    assert not runner.is_busy() and runner.takes(second)
+    # Or it would be added to the positions of the next text.
+    assert model.model.rope_deltas is None
 
 
 def test_a_model_that_sees_nothing_says_so(smol: Served) -> None:

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from ...nn.layer import positions
 from ..cache_argument import with_cache
+from ..last_prompt import forget_prompt, recall_prompt
 from .runs import evaluating, numbers
 
 _NAMED = ("module", "query", "key", "value", "attention_mask")  # what attention is given first
@@ -100,27 +101,12 @@ def observed(model: Any) -> dict[nn.Module, list[Seen]]:
             stack.enter_context(torch.no_grad())
             stack.enter_context(torch.random.fork_rng(list(cuda)))
             stack.enter_context(evaluating(model))
-            stack.enter_context(_before_any_prompt(model))
+            stack.callback(recall_prompt, forget_prompt(model))
             stack.enter_context(observer.spying())
             _run(model, observer)
     except Exception:
         return {}
     return observer.seen
-
-
-@contextmanager
-def _before_any_prompt(model: nn.Module) -> Iterator[None]:
-    """Models of pictures keep how far the last prompt's positions ran ahead: one number a text,
-    which no batch of another size can follow."""
-    name = "rope_deltas"
-    kept = [(m, own) for m in model.modules() if (own := vars(m).get(name)) is not None]
-    for module, _ in kept:
-        setattr(module, name, None)
-    try:
-        yield
-    finally:
-        for module, own in kept:
-            setattr(module, name, own)
 
 
 def _run(model: Any, observer: _Observer) -> None:

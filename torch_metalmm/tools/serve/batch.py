@@ -161,6 +161,9 @@ class Batch:
     def room(self) -> int:
         return self._most - len(self._prompts) - len(self._answers)
 
+    def takes(self, job: Job) -> bool:
+        return self.room() > 0
+
     def is_busy(self) -> bool:
         return bool(self._prompts or self._answers)
 

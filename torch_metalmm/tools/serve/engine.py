@@ -62,6 +62,7 @@ class Runner(Protocol):
     """How answers are computed. All but stop() is called on the engine's thread."""
 
     def room(self) -> int: ...  # how many more jobs it takes
+    def takes(self, job: Job) -> bool: ...  # whether there is room for this one
     def is_busy(self) -> bool: ...
     def take(self, job: Job) -> None: ...
     def step(self) -> None: ...
@@ -220,7 +221,7 @@ class Engine:
     def _next(self) -> Job | Task | None:
         """The first that waits and has a place: a job in the runner, one task beside the jobs."""
         for request in self._waiting:
-            if self._task is None if isinstance(request, Task) else self.runner.room():
+            if self._task is None if isinstance(request, Task) else self.runner.takes(request):
                 return request
         return None
 

@@ -7,7 +7,7 @@ import io
 from typing import TYPE_CHECKING, Any
 
 from .blocks import objects
-from .errors import ApiError
+from .errors import unsupported, wrong
 
 if TYPE_CHECKING:
     from PIL.Image import Image
@@ -15,46 +15,47 @@ if TYPE_CHECKING:
 MOST = 32  # of one request
 _PIXELS = 1 << 26  # of all its images: 200 MB
 _FORMATS = ("PNG", "JPEG", "WEBP", "GIF")
+_SCANS = 64  # of a JPEG: a progressive one has 10; each costs a walk over all its pixels
+_KINDS = ("image", "image_url", "input_image")
 
 Object = dict[str, Any]
 
 
 def content_of(content: Any, kinds: tuple[str, ...], field: str) -> str | list[Object]:
-    """A text; where images are among the parts, these: {"type": "text", "text"} and {"type":
-    "image", "url"}, in their order. kinds: the types of parts that are texts.
+    """A text, or where images are among the parts the parts: {"type": "text", "text"} and {"type":
+    "image", "url"}, in their order. kinds: the types of parts that are texts; none: any.
 
-    ApiError 400: it is neither.
+    ApiError 400: the content is neither.
     """
     if content is None or isinstance(content, str):
         return content or ""
+    if not isinstance(content, list):
+        raise wrong(field, "content must be a text, or a list of parts")
     parts = []
     for part in objects(content, field):
-        text, url = part.get("text"), _url_of(part)
-        if part.get("type") in kinds and isinstance(text, str):
+        kind, text = part.get("type"), part.get("text")
+        if kind in _KINDS:
+            parts.append({"type": "image", "url": _url_of(part, field)})
+        elif isinstance(text, str) and (kind in kinds or not kinds):
             parts.append({"type": "text", "text": text})
-        elif isinstance(url, str):
-            parts.append({"type": "image", "url": url})
         else:
-            message = f"{field}: parts must be images, or texts of type {', '.join(kinds)}"
-            raise ApiError(400, message, field, "unsupported")
+            of = f" of type {', '.join(kinds)}" if kinds else ""
+            raise unsupported(field, f"parts must be images, or texts{of}")
     if all(part["type"] == "text" for part in parts):
         return "\n".join(part["text"] for part in parts)
     return parts
 
 
-def _url_of(part: Object) -> Any:
-    """Of an image of OpenAI's chats and responses, of Anthropic's messages; None: it is none."""
-    kind, given = part.get("type"), part.get("image_url")
-    if kind == "image_url":
-        return given.get("url") if isinstance(given, dict) else given
-    if kind == "input_image":
-        return given
-    if kind != "image":
-        return None
-    source = part.get("source", part)
-    if isinstance(source, dict) and source.get("type") == "base64":
-        return f"data:{source.get('media_type')};base64,{source.get('data')}"
-    return source.get("url") if isinstance(source, dict) else None
+def _url_of(part: Object, field: str) -> str:
+    """Of an image of OpenAI's chats and responses, and of Anthropic's messages."""
+    given = part.get("image_url", part.get("source", part))
+    if isinstance(given, dict):
+        data = given.get("data")
+        of_data = f"data:;base64,{data}" if isinstance(data, str) else None
+        given = of_data if given.get("type") == "base64" else given.get("url")
+    if not isinstance(given, str):
+        raise unsupported(field, "images come as data: URLs in base64")
+    return given
 
 
 def taken_out(messages: list[Object]) -> tuple[list[Object], list[str]]:
@@ -74,10 +75,8 @@ def opened(urls: list[str]) -> list[Image]:
     """The images of data: URLs, in RGB and upright.
 
     ApiError 400: one is at another place, which the server does not visit for a client, or no
-    image; there are more than MOST, or they have too many pixels.
+    image; they have too many pixels.
     """
-    if len(urls) > MOST:
-        raise ApiError(400, f"messages: {len(urls)} images; at most {MOST}", "messages")
     found: list[Image] = []
     room = _PIXELS
     for url in urls:
@@ -87,21 +86,28 @@ def opened(urls: list[str]) -> list[Image]:
 
 
 def _opened(url: str, room: int) -> Image:
+    import numpy as np
     from PIL import Image, ImageOps
 
     head, _, data = url.partition(",")
+    head = head.lower()
     if not (head.startswith("data:") and head.endswith(";base64")):
-        message = "messages: images come as data: URLs in base64; the server fetches none"
-        raise ApiError(400, message, "messages", "unsupported")
+        what = "images come as data: URLs in base64; the server fetches none"
+        raise unsupported("messages", what)
     try:
-        raw = io.BytesIO(base64.b64decode(data, validate=True))
-        with Image.open(raw, formats=_FORMATS) as image:
+        raw = base64.b64decode("".join(data.split()), validate=True)  # some write it in lines
+        with Image.open(io.BytesIO(raw), formats=_FORMATS) as image:
             width, height = image.size
             if width * height > room:
                 raise ValueError(f"{width} x {height} pixels; a request's have {_PIXELS} in all")
+            if image.format == "JPEG" and raw.count(b"\xff\xda") > _SCANS:
+                raise ValueError(f"more than {_SCANS} scans")
             upright: Image.Image = ImageOps.exif_transpose(image)
+            if upright.mode.startswith("I"):  # 16 bits of grey, which convert() would clip
+                grey = np.asarray(upright).clip(0, 65535) >> 8
+                upright = Image.fromarray(grey.astype(np.uint8))
             return upright.convert("RGB")
     except Exception as error:  # Pillow raises what a file makes it raise
         said = str(error).partition("<")[0].strip() or type(error).__name__
-        message = f"messages: an image cannot be read as {', '.join(_FORMATS)}: {said}"
-        raise ApiError(400, message, "messages") from None
+        formats = ", ".join(_FORMATS)
+        raise wrong("messages", f"an image cannot be read as {formats}: {said}") from None

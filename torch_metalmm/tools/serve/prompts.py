@@ -79,7 +79,8 @@ class Prompts:
     def of_chat(self, request: Chat) -> Prompt:
         """ApiError 400: the messages are malformed, or the template refuses them."""
         messages, urls = taken_out([_message(message) for message in request.messages])
-        images, calls = self._sight.images(urls), request.calls
+        self._sight.check(urls)
+        calls = request.calls
         with self._lock:
             try:
                 if not self._template.use(self._tokenizer, calls.tools):
@@ -92,9 +93,8 @@ class Prompts:
                 raise ApiError(400, str(error), "messages") from None
         ids = self._ids(text, "messages", add_special_tokens=False)
         inputs: dict[str, Any] = {}
-        if images:
-            with self._lock:
-                inputs = self._sight.read(text, images)
+        if urls:
+            inputs = self._sight.read(text, urls)
             ids = self.tokens.checked(inputs["input_ids"][0].tolist(), "messages")
         return Prompt(text, ids, self._room(ids, request.most(), "messages"), inputs)
 
@@ -162,7 +162,7 @@ def _message(given: dict[str, Any]) -> dict[str, Any]:
         raise wrong("messages", f"role {role!r}; must be one of {', '.join(_ROLES)}")
     found = {key: value for key, value in given.items() if value is not None}
     found["role"] = "system" if role == "developer" else role
-    found["content"] = content_of(given.get("content"), ("text",), "messages")
+    found["content"] = content_of(given.get("content"), (), "messages")
     if "tool_calls" in found:
         found["tool_calls"] = _calls(found["tool_calls"])
     return found

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-from collections import deque
 from collections.abc import Callable
 from typing import Any
 
@@ -12,6 +11,7 @@ from torch import Tensor
 
 from ...hf.stepwise import Steps, stepwise
 from .engine import Job, Runner, Stopped, stoppable
+from .errors import wrong
 from .writing import Writing
 
 _LOG = logging.getLogger(__name__)
@@ -30,19 +30,22 @@ class Seeing:
     ) -> None:
         self.inner, self._model, self._tokenizer = inner, model, tokenizer
         self._new_cache = new_cache
-        self._jobs: deque[Job] = deque()
-        self._writing: Writing | None = None  # of the first job
+        self._job: Job | None = None
+        self._writing: Writing | None = None  # of the job, when its prompt is read
         self._steps: Steps | None = None
 
     def room(self) -> int:
-        return max(0, self.inner.room() - len(self._jobs))
+        return max(0, self.inner.room() - (self._job is not None))
+
+    def takes(self, job: Job) -> bool:
+        return self.room() > 0 and not (job.inputs and self._job is not None)
 
     def is_busy(self) -> bool:
-        return bool(self._jobs) or self.inner.is_busy()
+        return self._job is not None or self.inner.is_busy()
 
     def take(self, job: Job) -> None:
         if job.inputs:
-            self._jobs.append(job)
+            self._job = job
         else:
             self.inner.take(job)
 
@@ -51,8 +54,8 @@ class Seeing:
 
     def fail(self, error: Exception) -> None:
         self.inner.fail(error)
-        while self._jobs:
-            self._over().tell(error)
+        if self._job is not None:
+            self._over(self._job).tell(error)
 
     def step(self) -> None:
         try:
@@ -61,30 +64,38 @@ class Seeing:
         except Exception as error:  # of the other answers
             _LOG.error("a step failed", exc_info=error)
             self.inner.fail(error)
-        if not self._jobs:
+        if (job := self._job) is None:
             return
         try:
-            if self._jobs[0].is_cancelled or self._advance(self._jobs[0]):
-                self._over()
+            if job.is_cancelled or self._advance(job):
+                self._over(job)
         except Stopped:
-            self._over()
+            self._over(job)
         except Exception as error:  # of this answer: the others have nothing in common with it
             _LOG.error("an answer failed", exc_info=error)
-            self._over().tell(error)
+            self._over(job).tell(error)
 
     def _advance(self, job: Job) -> bool:
         """A token more; whether it was the last."""
         if self._writing is None or self._steps is None:
-            self._writing = Writing(job, self._model, self._tokenizer)
-            self._steps = stepwise(self._model, self._new_cache(), **self._inputs(job))
-            with stoppable(self._model, lambda: job.is_cancelled):
-                logits = next(self._steps)
+            writing = Writing(job, self._model, self._tokenizer)
+            logits = self._begun(job)
+            self._writing = writing
         else:
             logits = self._steps.send(self._writing.tokens[-1])
         reason = self._writing.choose(logits)
         if reason:
             self._writing.finish(reason)
         return bool(reason)
+
+    def _begun(self, job: Job) -> Tensor:
+        """The logits behind the prompt. ApiError 400: the model takes no such prompt."""
+        self._steps = stepwise(self._model, self._new_cache(), **self._inputs(job))
+        try:
+            with stoppable(self._model, lambda: job.is_cancelled):
+                return next(self._steps)
+        except ValueError as error:  # a text has the token of a patch, beside those of an image
+            raise wrong("messages", f"the model takes no such prompt: {error}") from None
 
     def _inputs(self, job: Job) -> dict[str, Any]:
         """On the model's device, numbers in its dtype."""
@@ -96,7 +107,9 @@ class Seeing:
             found[name] = value
         return {"attention_mask": torch.ones_like(found["input_ids"])} | found
 
-    def _over(self) -> Job:
-        """The first job, whose answer is over; its rows are given back."""
-        self._writing = self._steps = None
-        return self._jobs.popleft()
+    def _over(self, job: Job) -> Job:
+        """The job, whose answer is over; its rows are given back."""
+        if self._steps is not None:
+            self._steps.close()
+        self._job = self._writing = self._steps = None
+        return job

@@ -23,6 +23,9 @@ class Single:
     def room(self) -> int:
         return int(self._job is None)
 
+    def takes(self, job: Job) -> bool:
+        return self._job is None
+
     def is_busy(self) -> bool:
         return self._job is not None
 
