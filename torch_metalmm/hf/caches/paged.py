@@ -192,6 +192,7 @@ class PagedCache(Cache):
             )
         if of_text:
             kept = int((left - self.page_bytes) * KEPT) // of_text
+            kept = min(kept, left // (of_text + self.page_bytes))  # one at each page's end
             left -= kept * of_text
         self.states = PooledStates(like, texts, kept)
         self.pages = Pages(left // self.page_bytes)
