@@ -333,6 +333,9 @@ def _rotation_values(config: Any, head: int) -> dict[str, Any]:
         for key, name in _SCALING.items():
             values[f"rope.scaling.{key}"] = rope.get(name)
         values["rope.scaling.yarn_log_multiplier"] = rope.get("mscale_all_dim")
+    elif kind == "default":  # files of Phi 3 have it without a scaling, too
+        original = rope.get("original_max_position_embeddings")
+        values["rope.scaling.original_context_length"] = original
     return values
 
 
