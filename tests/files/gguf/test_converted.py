@@ -11,7 +11,7 @@ import torch
 import transformers
 from converted_cases import UNSAID
 from converted_models import CASES, class_of, logits, outcomes, random_model, write_record
-from gguf_files import load_quietly
+from gguf_files import fields_of, load_quietly
 from places import ROOT
 from test_gguf_save import check_same_file
 
@@ -23,15 +23,19 @@ AMPLIFIES = ("gemma3-27b", "gemma4-shared")
 # Tied heads of T5, whose scale no key says: {case: whether the model scales}.
 SCALES = {"t5": True, "t5-gated": True, "t5-unscaled": False, "mt5": False}
 
-# Keys that readers do not need: a rotation that is not scaled, numbers that llama.cpp has itself,
-# and one that its converter takes of other heads than the model's.
+# Keys that readers do not need: a rotation that is not scaled, no window, a number that llama.cpp
+# has itself.
 UNNEEDED = (
-    *("command-r.rope.scaling.type", "cohere2.rope.scaling.type", "cohere2.rope.dimension_count"),
-    *("gemma3.rope.freq_base_swa", "phi3.rope.scaling.original_context_length"),
+    *("command-r.rope.scaling.type", "cohere2.rope.scaling.type", "gemma3.rope.freq_base_swa"),
+    *("phi3.rope.scaling.original_context_length", "phi3.attention.sliding_window"),
 )
-# Not written: a rotation by two lists; one that five frequencies do not tell from another; a
-# number of a rotation that is not scaled.
-UNWRITTEN = ("phi3-long", "llama3", "phi3")
+# What the converter takes of sizes that are the model's in published checkpoints, and not here.
+OTHERWISE = {
+    "cohere2.rope.dimension_count": 12,  # a head, not the width by the heads
+    "ernie4_5-moe.expert_shared_feed_forward_length": 2 * 24,  # not the width by the key heads
+}
+# Not written: a rotation by two lists; one that five frequencies do not tell from another.
+UNWRITTEN = ("phi3-long", "llama3")
 # Cases whose models are written, one for each layout; keys of a latent are saved in another.
 TYPES = {row.model_type for _, row in all_rows() if row.writes and not row.latent} | {"mistral"}
 WRITTEN = [
@@ -76,7 +80,10 @@ def test_a_saved_file_is_the_converters(tmp_path: Path, case: str) -> None:
         saved = tmp_path / f"{number}.gguf"
         model.generation_config.eos_token_id = tokenizer.eos_token_id
         save_gguf(model, tokenizer, saved)
-        check_same_file(saved, path, UNNEEDED)
+        check_same_file(saved, path, (*UNNEEDED, *OTHERWISE))
+        if number == 0:
+            made = fields_of(saved)
+            assert all(made[key] == value for key, value in OTHERWISE.items() if key in made)
 
 
 def test_a_model_of_biases_that_the_converter_spoils_is_not_written(tmp_path: Path) -> None:

@@ -64,14 +64,25 @@ def test_names(tmp_path: Path, suffix: str, kind: str) -> None:
         assert np.array_equal(found[layer].numpy(), given[names[layer]].means()[0])
 
 
-@pytest.mark.parametrize("case", [c for c in CASES if "text_config" not in CASES[c][1]])
+# Without linear layers, of an architecture that gguf knows by another type, or by other names.
+UNNAMED = ("gpt2", "mt5", "umt5", "solar-open", "granitehybrid")
+NAMED = [
+    case
+    for case, (_, values) in CASES.items()
+    if "text_config" not in values and not case.startswith(UNNAMED)
+]
+
+
+@pytest.mark.parametrize("case", NAMED)
 def test_names_of_every_architecture(case: str) -> None:
     """Those of llama.cpp's converter, which calls Mixtral llama, Phi phi2, Ministral 3 mistral3."""
     model, tensors = recorded_model(case), records()[case]["tensors"]
     found = gguf_names(model, linear_layers(model))
+    # A head may be tied; keys and values of a latent are two stacks in the record.
+    found = {n: name for n, name in found.items() if n != "lm_head" and "attn_kv_b" not in name}
     # Of tensors that the converter left as they are, a record has the model's names.
     unchanged = {source: name for name, (_, source, _) in tensors.items()}
-    assert found and {*found.values()} <= {*tensors, "output.weight"}  # which may be tied
+    assert found and {*found.values()} <= tensors.keys()
     assert all(unchanged.get(f"{layer}.weight", name) == name for layer, name in found.items())
 
 
