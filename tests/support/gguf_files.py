@@ -62,6 +62,7 @@ ARCHITECTURES: dict[str, dict[str, Any]] = {
     "qwen3": _DECODER,
     "qwen2moe": _DECODER | _MOE,
     "qwen3moe": _DECODER | _MOE | {"attention.key_length": 64},
+    "phi3": _DECODER,
     "falcon": _DECODER | _LAYER_NORM | {"attention.head_count_kv": 1},
     "bloom": _DECODER | _LAYER_NORM,
     "gpt2": _DECODER | _LAYER_NORM,
