@@ -87,28 +87,31 @@ def __dir__() -> list[str]:
 _MODELING = "transformers.modeling_utils"
 _PLUGS: dict[str, tuple[str, str | None]] = {
     "ops": ("torch", None),
-    "hf.quantizer": ("transformers.quantizers.auto", "transformers cannot load packed models"),
+    "hf.quantizer": ("transformers.quantizers.auto", "this transformers cannot load packed models"),
     "hf.save": (_MODELING, None),
-    "hf.gguf": (_MODELING, "transformers reads GGUF files otherwise"),
-    "hf.generation": (_MODELING, "transformers has other attention"),
-    "hf.experts": (_MODELING, "transformers has other experts"),
+    "hf.gguf": (_MODELING, "this transformers reads GGUF files otherwise"),
+    "hf.generation": (_MODELING, "this transformers has other attention"),
+    "hf.experts": (_MODELING, "this transformers has other experts"),
     "hf.methods": (_MODELING, None),
-    "hf.diffusers.quantizer": ("diffusers.quantizers.auto", "diffusers cannot load packed models"),
+    "hf.diffusers.quantizer": (
+        "diffusers.quantizers.auto",
+        "this diffusers cannot load packed models",
+    ),
     "hf.diffusers.save": (
         "diffusers.models.modeling_utils",
-        "diffusers cannot save packed models",
+        "this diffusers cannot save packed models",
     ),
     "hf.diffusers.attention": (
         "diffusers.models.attention",
-        "diffusers cannot tell that packed projections are not fused",
+        "this diffusers cannot tell that packed projections are not fused",
     ),
     "hf.diffusers.lora": (
         "diffusers.loaders.lora_pipeline",
-        "diffusers cannot load LoRA into packed models",
+        "this diffusers cannot load LoRA into packed models",
     ),
-    "hf.sentences": ("sentence_transformers", "sentence-transformers has other modules"),
+    "hf.sentences": ("sentence_transformers", "this sentence-transformers has other modules"),
     "hf.trl": ("trl.trainer.utils", ""),  # the loss of older ones takes the model's logits
-    "models.lora.others": ("peft.tuners.lora", "PEFT cannot merge LoRA into packed layers"),
+    "models.lora.others": ("peft.tuners.lora", "this PEFT cannot merge LoRA into packed layers"),
 }
 
 
@@ -121,7 +124,7 @@ def _plug(part: str, problem: str | None) -> None:
         if problem:
             import warnings
 
-            warnings.warn(f"this {problem}: {error}", stacklevel=2)
+            warnings.warn(f"{problem}: {error}", stacklevel=2)
 
 
 for _part, (_module, _problem) in _PLUGS.items():

@@ -26,7 +26,7 @@ FOREIGN = TESTS / "msl" / "metal_foreign"
         ),
         ("matrix-ops gemm 4 8", "takes M N K"),
         (f"tiles --ggml {FOREIGN}/none.metal", "none.metal"),
-        (f"tiles --ggml {FOREIGN}/tiled.metal", "has no kernel kernel_mul_mm_f16_f16"),
+        (f"tiles --ggml {FOREIGN}/registers.metal", "has no kernel kernel_mul_mm_f16_f16"),
         (f"tiles --mlx {FOREIGN}", "has no mlx/backend/metal/kernels"),
         ("tokens --context 1k,2k", "several only with --cache"),
         ("tokens --cache q9", "format"),

@@ -173,11 +173,11 @@ def test_both_examples(tree: Path) -> None:
 @pytest.mark.parametrize(
     ("left_out", "said"),
     [
-        ("metal/formats.def", "q8_x is not in the table"),
+        ("metal/formats.def", r"diff: Row\(name=.{1,2}q8_x"),
         ("metal/formats/block32.h", "Q8_X"),
         ("csrc/cpu/codecs/block.h", "Q8_X"),
         ("csrc/cpu/quantize/block32.cpp", "quantize_q8_x"),
-        ("torch_metalmm/formats/blocks32.py", "q8_x is missing"),
+        ("torch_metalmm/formats/blocks32.py", r"!= Row\(name=.{1,2}q8_x"),
         ("metal/kernels/gemm_pairs.h", "GemmPairs: a Kernel of strategies.def"),
         ("metal/strategies.def", "member.*gemm_pairs|gemm_pairs.*member"),
         ("metal/geometry.h", "GemmPairsTile"),

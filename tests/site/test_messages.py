@@ -19,14 +19,23 @@ LITERAL = re.compile(r'"((?:[^"\\\n]|\\.)*)"')
 
 
 def python_texts(source: str) -> Iterator[str]:
-    """The strings of a module: implicit concatenations as one, values as VALUE."""
+    """The strings of a module: implicit concatenations as one, values as VALUE; and a field with
+    what is wrong with it, which errors are given apart."""
     for node in ast.walk(ast.parse(source)):
-        if isinstance(node, ast.JoinedStr):
-            yield "".join(
-                str(part.value) if isinstance(part, ast.Constant) else VALUE for part in node.values
-            )
-        elif isinstance(node, ast.Constant) and isinstance(node.value, str):
-            yield node.value
+        if isinstance(node, ast.Call) and len(node.args) > 1:
+            field, what = map(python_text, node.args[:2])
+            if what is not None:
+                yield f"{VALUE if field is None else field}: {what}"
+        elif (text := python_text(node)) is not None:
+            yield text
+
+
+def python_text(node: ast.AST) -> str | None:
+    if isinstance(node, ast.JoinedStr):
+        parts = node.values
+        return "".join(str(p.value) if isinstance(p, ast.Constant) else VALUE for p in parts)
+    is_text = isinstance(node, ast.Constant) and isinstance(node.value, str)
+    return node.value if is_text else None  # type: ignore[attr-defined, no-any-return]
 
 
 def native_texts(source: str) -> Iterator[str]:

@@ -36,7 +36,7 @@ def folder(good: Path, tmp_path: Path) -> Path:
 
 def says(**changes: Any) -> Spoil:
     """Change entries of config.json; ... removes one."""
-    return lambda folder: config(folder, **changes)
+    return config(**changes)
 
 
 def quantization(**changes: Any) -> Spoil:
@@ -168,7 +168,7 @@ def test_an_mxfp4_scale_that_is_nan(tmp_path: Path) -> None:
 def test_code_beside_the_weights_is_not_run(folder: Path) -> None:
     """auto_map names a class of a file in the folder; only trust_remote_code would run it."""
     (folder / "evil.py").write_text(f"open({str(folder / 'ran')!r}, 'w')")
-    config(folder, auto_map={"AutoConfig": "evil.C", "AutoModelForCausalLM": "evil.M"})
+    config(auto_map={"AutoConfig": "evil.C", "AutoModelForCausalLM": "evil.M"})(folder)
     (folder / "tokenizer_config.json").write_text(
         json.dumps({"auto_map": {"AutoTokenizer": ["evil.T", None]}, "tokenizer_class": "T"})
     )

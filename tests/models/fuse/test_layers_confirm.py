@@ -192,7 +192,7 @@ def test_wrong_recipes_are_not_confirmed(what: str, dtype: torch.dtype) -> None:
     fused, runs = observed_layer(dtype)
     recipe = WRONG[what](fused.recipe)
     assert recipe.heads is not None
-    assert not agrees(FusedLayer(fused.layer, recipe, Step(recipe.heads), "swiglu"), runs)
+    assert not agrees(FusedLayer(fused.module, recipe, Step(recipe.heads), "swiglu"), runs)
 
 
 def test_a_layer_that_is_only_named_otherwise_is_known() -> None:
