@@ -62,7 +62,29 @@ _MODULE_OF = {
     "shard_": "models.shard.apply",
     "unfuse_": "models.fuse.apply",
 }
-__all__ = [*_MODULE_OF]  # for type checkers the imports above are exports
+__all__ = [  # written out for type checkers, which read no dict
+    "MetalMMConfig",
+    "PackedCache",
+    "QuantEmbedding",
+    "QuantExperts",
+    "QuantLinear",
+    "activations_",
+    "adopt_",
+    "fuse_",
+    "load_gguf",
+    "load_mlx",
+    "load_mtp",
+    "load_packed",
+    "load_quantized",
+    "merge_errors",
+    "quantize_",
+    "read_importance",
+    "save_gguf",
+    "save_mlx",
+    "save_packed",
+    "shard_",
+    "unfuse_",
+]
 # Reachable as attributes without an import of their own.
 _MODULES = ("_C", "formats", "ops")
 

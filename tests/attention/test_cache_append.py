@@ -111,6 +111,9 @@ def test_what_is_refused(backend: Backend) -> None:
     good = (keys, values, k, k, slots, "q8_0", "q8_0")
     with pytest.raises(ValueError, match="requires grad"):
         ops.cache_append(keys, values, k.clone().requires_grad_(), k, slots, "q8_0", "q8_0")
+    for v, at in ((k[:, :1], slots), (k, slots[:2])):
+        with pytest.raises(ValueError):
+            ops.cache_append(keys, values, k, v, at, "q8_0", "q8_0")
     if backend.device == "cpu":
         with pytest.raises(IndexError):
             ops.cache_append(*good[:4], slots + 6, "q8_0", "q8_0")

@@ -101,7 +101,7 @@ def test_results_are_within_the_bound(name: str, strategy: str | None, kind: str
         w = random_weight(name, n, k)
         for m in ROWS if n == 50 else (1, 6, 18):
             x = activations(m, k)
-            x[1:2, k // 2] = 1e5
+            x[-1:, k // 2] = 1e5
             y = linear(x, w, None, name, strategy, activations=kind)
             check(y, linear_of_rounded(x, name, w, kind), f"{name} {strategy} M={m} N={n} K={k}")
 

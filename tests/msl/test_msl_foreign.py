@@ -26,6 +26,25 @@ def integers(*shape: int, seed: int, dtype: torch.dtype = torch.float32) -> Tens
     return torch.randint(-4, 5, shape, generator=g).to(dtype)
 
 
+@pytest.mark.parametrize(
+    ("kernel", "m", "n", "k"), [("matmul_naive", 1, 5, 3), ("matmul_tiled", 17, 33, 40)]
+)
+def test_tutorial_matmul(kernel: str, m: int, n: int, k: int) -> None:
+    a, b = integers(m, k, seed=0), integers(k, n, seed=1)
+    c = torch.full((m, n), torch.nan)
+    grid = ((n + 15) // 16, (m + 15) // 16)
+    source("tiled").function(kernel)(grid, (16, 16), [a, b, c, struct.pack("3I", m, n, k)])
+    assert torch.equal(c, a @ b)
+
+
+def test_vec4_matmul() -> None:
+    a, b = integers(8, 12, seed=0), integers(12, 16, seed=1)
+    c = torch.empty(8, 16)
+    arguments = struct.pack("4I", 8, 16, 12, 0)
+    source("tiled").function("matmul_vec4")((1, 1), (4, 8), [a, b, c, arguments])
+    assert torch.equal(c, a @ b)
+
+
 @pytest.mark.parametrize("bias", [False, True])
 @pytest.mark.parametrize(("m", "n"), [(64, 64), (33, 31), (70, 130)])
 @pytest.mark.parametrize(

@@ -89,6 +89,7 @@ def op_calls(dtype: torch.dtype) -> dict[str, Good]:
             "dequantize": good(ops.dequantize, w, "q4_0"),
             "dequantize, dtype": good(ops.dequantize, w, "q4_0", k, dtype=dtype),
             "dequantize, dense": good(ops.dequantize, dense, "f32", dtype=dtype),
+            "dequantize, f32": good(ops.dequantize, dense, "f32"),  # whose bytes are the result's
             "quantize": good(ops.quantize, activations(3, k, dtype=dtype), "q8_0"),
             "quantize, all": good(
                 ops.quantize, activations(3, k, dtype=dtype), "q4_0", activations(1, k)[0].abs()

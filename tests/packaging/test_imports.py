@@ -48,6 +48,7 @@ def test_importing_the_package_registers_the_ops(first: str) -> None:
 def test_public_names_are_there() -> None:
     """Two of them need transformers."""
     assert all(getattr(torch_metalmm, name) for name in torch_metalmm.__all__)
+    assert {*torch_metalmm.__all__} == {*torch_metalmm._MODULE_OF}
 
 
 def test_the_emulator_of_a_wheel_says_that_it_needs_a_checkout() -> None:

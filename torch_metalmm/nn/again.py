@@ -8,9 +8,9 @@ each row would write each state up to 8 times a step.
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from contextvars import ContextVar
 from typing import Any
 
 import torch
@@ -45,21 +45,25 @@ class Again:
         return found
 
 
-_noted: ContextVar[Again | None] = ContextVar("noted", default=None)
+class _Noted(threading.local):
+    by: Again | None = None
+
+
+_noted = _Noted()
 
 
 @contextmanager
 def noted(by: Again | None) -> Iterator[None]:
     """Inside, `by` gets the calls of recurrent ops of this thread."""
-    before = _noted.set(by)
+    before, _noted.by = _noted.by, by
     try:
         yield
     finally:
-        _noted.reset(before)
+        _noted.by = before
 
 
 def who_notes() -> Again | None:
-    return None if torch.compiler.is_compiling() else _noted.get()
+    return None if torch.compiler.is_compiling() else _noted.by
 
 
 def computed(call: Callable[..., Tensor], rows: tuple[Tensor, ...], state: Tensor) -> Tensor:

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
-from contextvars import ContextVar
 
 import torch
 from torch import Tensor
@@ -14,25 +14,29 @@ from torch import Tensor
 MOST = 8
 
 
-_is_on: ContextVar[bool] = ContextVar("exact_rows", default=False)
+class _Mode(threading.local):
+    on = False
+
+
+_mode = _Mode()
 
 
 @contextmanager
 def exact_rows(on: bool = True) -> Iterator[None]:
     """Inside, ops of this thread on up to 8 rows of x, or queries, give each the bits that it has
     alone: a strategy of plan(), in place of the fastest. Compiled graphs do not know it."""
-    before = _is_on.set(on)
+    before, _mode.on = _mode.on, on
     torch.ops.metalmm._exact_rows(on)
     try:
         yield
     finally:
-        _is_on.reset(before)
-        torch.ops.metalmm._exact_rows(_is_on.get())
+        _mode.on = before
+        torch.ops.metalmm._exact_rows(before)
 
 
 def is_exact() -> bool:
     """Whether ops of this thread are asked for the bits of single rows."""
-    return not torch.compiler.is_compiling() and _is_on.get()
+    return not torch.compiler.is_compiling() and _mode.on
 
 
 def as_one_row(x: Tensor) -> bool:

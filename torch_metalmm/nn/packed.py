@@ -16,7 +16,7 @@ from ..formats._bits import as_bytes
 
 
 class PackedState(nn.Module):
-    """The base of all layers with packed parameters, which state_dict holds as they are.
+    """The base of layers whose packed parameters state_dict holds as they are.
 
     The names of their formats travel in the state_dict's metadata, so torch.save keeps them and
     loading into another format is an error.
@@ -44,10 +44,10 @@ class PackedState(nn.Module):
     ) -> None:
         stored = local_metadata.get("formats", {})
         for leaf, (format, k) in self.packed().items():
-            given, want = state_dict.get(prefix + leaf), self.get_parameter(leaf).shape
-            wrong = ""
+            given, wrong = state_dict.get(prefix + leaf), ""
             if given is None:
                 continue
+            want = self.get_parameter(leaf).shape
             if stored.get(leaf, format) != format:
                 wrong = f"is stored as {stored[leaf]}, this layer holds {format}"
             elif given.dtype != torch.uint8 or given.shape != want:

@@ -198,8 +198,8 @@ class Mixer(_Ordered):
     factors: Tensor | None
     sizes: tuple[int, ...]
     conv: nn.Module
-    rates: tuple[str, ...] = ()
-    norm: Norm | None = None
+    rates: tuple[str, ...]
+    norm: Norm | None
 
     def floats(self) -> list[Tensor | None]:
         """The parameters that are no norm's."""

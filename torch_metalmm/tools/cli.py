@@ -222,7 +222,8 @@ def _spec(format: str | None, patterns: list[str]) -> dict[str, str | None]:
 
 
 def _info(args: argparse.Namespace) -> None:
-    print(*info.lines(), sep="\n")
+    for line in info.lines():  # the first do not need the core, which may not load
+        print(line)
 
 
 if __name__ == "__main__":

@@ -14,7 +14,7 @@ from .. import __version__
 
 def format_rows() -> Iterator[dict[str, Any]]:
     """Every format: its name, layout, values and bytes of a block; affine ones of f16 scales."""
-    from .. import _C  # not for the versions, which are printed where it does not load
+    from .. import _C  # behind the versions, which are printed where it does not load
 
     for row in _C.formats():
         if row["layout"] != "affine" or not row["name"].endswith(("_bf16", "_f32")):
@@ -38,15 +38,15 @@ def versions() -> Iterator[str]:
 
 def lines() -> Iterator[str]:
     """What the command prints."""
+    yield from versions()
+    yield "what runs on this machine, and whether it is right: metalmm doctor"
+    yield ""
     rows = [("format", "bits/weight", "block", "bytes", "layout")]
     for f in format_rows():
         sizes = str(f["block_values"]), str(f["block_bytes"])
         rows.append((f["name"], bits_per_weight(f), *sizes, f["layout"]))
     yield from _aligned(rows)
     yield "affine formats also exist with bf16 or f32 scales: affine4_g64_bf16, affine4_g64_f32"
-    yield ""
-    yield from versions()
-    yield "what runs on this machine, and whether it is right: metalmm doctor"
 
 
 def _aligned(rows: Sequence[Sequence[str]]) -> Iterator[str]:

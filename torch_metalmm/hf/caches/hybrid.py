@@ -14,10 +14,11 @@ from .layers import PackedLayer
 def _of_both(name: str) -> Any:
     """A method that is done to the states, which may refuse, and then to the rows."""
 
-    def both(layer: Any, *args: Any) -> None:
+    def both(layer: Any, *args: Any, **named: Any) -> None:
         for kind in (LinearAttentionLayer, PackedLayer):
-            getattr(kind, name)(layer, *args)
+            getattr(kind, name)(layer, *args, **named)
 
+    both.__name__ = name
     return both
 
 

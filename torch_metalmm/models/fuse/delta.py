@@ -89,7 +89,7 @@ def rescale(core: Heads | Mixer, factor: float) -> None:
 def _short(
     conv: nn.Module, given: Tensor, calls: list[Call], layer: Any
 ) -> tuple[list[Tensor], dict[str, Any]] | None:
-    """(the parts of Short in the projections' results, its other field)."""
+    """(the parts of Short in the projections' results, its other fields)."""
     row, weight = torch.cat([c.out for c in calls], -1), conv._parameters["weight"]
     state, channels = layer.conv_states[0], layer.conv_states[0].shape[1]
     if row.shape[-1] != 3 * channels:
@@ -104,7 +104,7 @@ def _short(
         zeros = torch.zeros_like(state)
         got = row[..., c] * _conv(x, weight[:, 0], conv._parameters["bias"], zeros)  # type: ignore[index]
         if (got - given).norm() <= 0.1 * given.norm():
-            return list(parts), {"outer": outer}
+            return list(parts), {"outer": outer, "rates": (), "norm": None}
     return None
 
 
