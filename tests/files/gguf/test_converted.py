@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from functools import reduce
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -11,17 +12,26 @@ import torch
 import transformers
 from converted_cases import UNSAID
 from converted_models import CASES, class_of, logits, outcomes, random_model, write_record
-from gguf_files import fields_of, load_quietly
+from gguf_files import fields_of, load_quietly, mapped
 from places import ROOT
 from test_gguf_save import check_same_file
+from torch import nn
+from transformers.pytorch_utils import Conv1D
 
-from torch_metalmm import save_gguf
+from torch_metalmm import QuantEmbedding, QuantExperts, QuantLinear, save_gguf
 from torch_metalmm.files.gguf.rows import all_rows
 
 # 62 layers, and sums of many norms, amplify the rounding of the original itself.
 AMPLIFIES = ("gemma3-27b", "gemma4-shared")
 # Tied heads of T5, whose scale no key says: {case: whether the model scales}.
 SCALES = {"t5": True, "t5-gated": True, "t5-unscaled": False, "mt5": False}
+
+# Layers whose weight transformers reads itself, which stay dense.
+DENSE: dict[str, tuple[str, ...]] = {
+    "mamba": ("embeddings", "dt_proj", "lm_head"),
+    "mamba2": ("lm_head",),
+    "falcon-mamba": ("embeddings", "dt_proj", "lm_head", "x_proj", "out_proj"),
+}
 
 # Keys that readers do not need: a rotation that is not scaled, no window, a number that llama.cpp
 # has itself.
@@ -68,6 +78,24 @@ def test_converted_file_equals_transformers(tmp_path: Path, case: str) -> None:
     if case in AMPLIFIES:
         most = 2 * (logits(original.double()) - expected).abs().max().item()
     assert torch.isfinite(expected).all() and error <= most < 2e-3
+    check_packed(case, loaded, path)
+
+
+def check_packed(case: str, loaded: Any, path: Path) -> None:
+    """Its matrices are packed, as f32 here; stacks of experts are views of the file."""
+    with torch.device("meta"):
+        plain = type(loaded)(loaded.config)
+    modules = dict(plain.named_modules())
+    # kv_b_proj is two stacks in the file.
+    dense = ("kv_b_proj", ".router", ".wo", *DENSE.get(case.removesuffix("-biased"), ()))
+    layers = {n for n, m in modules.items() if isinstance(m, nn.Linear | nn.Embedding | Conv1D)}
+    packed = {n for n, m in loaded.named_modules() if isinstance(m, QuantLinear | QuantEmbedding)}
+    assert packed == {n for n in layers if not n.endswith(dense)}
+    experts = {n: m for n, m in loaded.named_modules() if isinstance(m, QuantExperts)}
+    stacks = {n.rpartition(".")[0] for n, p in plain.named_parameters() if p.dim() == 3}
+    assert experts.keys() == {n for n in stacks if not isinstance(modules[n], nn.Conv1d)}
+    for module in experts.values():
+        assert all(mapped(path, module.get_parameter(stack)) for stack in module.formats)
 
 
 @pytest.mark.usefixtures("quiet_transformers")

@@ -256,6 +256,16 @@ def test_copies_and_files_are_fused_and_independent() -> None:
         assert not shared & {id(fused_layer(layer).step) for layer in layers(model)}
 
 
+def test_a_changed_state_is_what_whole_layers_compute_with() -> None:
+    model, plain = both("qwen3")
+    before, state = logits(plain), plain.state_dict()
+    state["model.layers.1.self_attn.q_norm.weight"] = torch.linspace(-1, 2, 32)
+    for m in (model, plain):
+        m.load_state_dict(state)
+    assert ours(model) == [0, 1] and near(model, plain)
+    assert (logits(plain) - before).norm() > 1e-3 * before.norm()
+
+
 def test_an_order_of_columns_that_a_state_dict_brings() -> None:
     model, plain = both()
     name = "model.layers.1.self_attn.o_proj.input_order"
