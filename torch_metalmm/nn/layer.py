@@ -67,7 +67,10 @@ class FusedLayer(StandIn):
     def _read_kinds(self) -> bool:
         """Whether the linear layers read their input in one way: `kind`."""
         if self._changes != changes():
-            kinds = {layer.activations for layer in self.recipe.linears()}
+            layers = self.recipe.linears()
+            if not all(hasattr(layer, "activations") for layer in layers):
+                return False  # an adapter is in the place of one, and may go again
+            kinds = {layer.activations for layer in layers}
             self.alike, self.kind, self._changes = len(kinds) == 1, kinds.pop(), changes()
         return self.alike
 

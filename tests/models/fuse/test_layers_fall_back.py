@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from transformers import AttentionInterface
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
-from torch_metalmm import _C, fuse_, unfuse_
+from torch_metalmm import _C, activations_, fuse_, unfuse_
 from torch_metalmm.models.fuse.layers import fused_layer
 from torch_metalmm.nn.fused import LinearPart
 from torch_metalmm.nn.layer import FusedLayer
@@ -133,7 +133,9 @@ def test_a_module_that_is_replaced_computes() -> None:
 
 @pytest.mark.parametrize("target", ["q_proj", "o_proj", "gate_proj", "down_proj"])
 def test_adapters_compute(target: str) -> None:
+    """Also where kinds of activations are read anew, as after a change in any model."""
     model, plain = (get_peft_model(m, lora(target, layers_to_transform=[1])) for m in both())
+    activations_(small("llama"), "int8")
     for m in (plain, model):
         randomize(m)
         m.eval()
@@ -143,6 +145,7 @@ def test_adapters_compute(target: str) -> None:
     want = logits(plain)
     with model.disable_adapter():
         assert (logits(model) - want).norm() > 1e-4 * want.norm()
+    assert ours(model.unload()) == [0, 1]
 
 
 def test_a_layer_trains_as_its_class() -> None:
