@@ -11,7 +11,7 @@ from torch import Tensor
 
 from ...hf.stepwise import Steps, stepwise
 from .engine import Job, Runner, Stopped, stoppable
-from .errors import wrong
+from .errors import ApiError, wrong
 from .writing import Writing
 
 _LOG = logging.getLogger(__name__)
@@ -71,6 +71,8 @@ class Seeing:
                 self._over(job)
         except Stopped:
             self._over(job)
+        except ApiError as error:
+            self._over(job).tell(error)
         except Exception as error:  # of this answer: the others have nothing in common with it
             _LOG.error("an answer failed", exc_info=error)
             self._over(job).tell(error)
