@@ -276,7 +276,8 @@ def run(command: str) -> subprocess.CompletedProcess[str]:
 
 def copy_tree() -> None:
     files = subprocess.check_output(["git", "ls-files"], cwd=ROOT, text=True).split("\n")
-    shutil.rmtree(TREE / "torch_metalmm", ignore_errors=True)
+    for room in ("torch_metalmm", "tests", "bench"):  # which may have lost files; C++ is kept built
+        shutil.rmtree(TREE / room, ignore_errors=True)
     for file in filter(None, files):
         to = TREE / file
         to.parent.mkdir(parents=True, exist_ok=True)
