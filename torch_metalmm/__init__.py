@@ -15,27 +15,23 @@ from .late import when_imported
 
 if TYPE_CHECKING:
     from . import ops as ops
-    from .files.gguf.load import load_gguf as load_gguf
-    from .files.gguf.save import save_gguf as save_gguf
-    from .files.imatrix import read_importance as read_importance
-    from .files.mlx.load import load_mlx as load_mlx
-    from .files.mlx.save import save_mlx as save_mlx
-    from .files.mtp import load_mtp as load_mtp
-    from .files.quantized import load_quantized as load_quantized
-    from .hf.cache import PackedCache as PackedCache
-    from .hf.config import MetalMMConfig as MetalMMConfig
-    from .hf.packed import load_packed as load_packed
-    from .hf.packed import save_packed as save_packed
-    from .models.activations import activations_ as activations_
-    from .models.adopt import adopt_ as adopt_
-    from .models.fuse.apply import fuse_ as fuse_
-    from .models.fuse.apply import unfuse_ as unfuse_
-    from .models.lora.report import merge_errors as merge_errors
-    from .models.quantize import quantize_ as quantize_
-    from .models.shard.apply import shard_ as shard_
-    from .nn import QuantEmbedding as QuantEmbedding
-    from .nn import QuantExperts as QuantExperts
-    from .nn import QuantLinear as QuantLinear
+    from .files.gguf.load import load_gguf
+    from .files.gguf.save import save_gguf
+    from .files.imatrix import read_importance
+    from .files.mlx.load import load_mlx
+    from .files.mlx.save import save_mlx
+    from .files.mtp import load_mtp
+    from .files.quantized import load_quantized
+    from .hf.cache import PackedCache
+    from .hf.config import MetalMMConfig
+    from .hf.packed import load_packed, save_packed
+    from .models.activations import activations_
+    from .models.adopt import adopt_
+    from .models.fuse.apply import fuse_, unfuse_
+    from .models.lora.report import merge_errors
+    from .models.quantize import quantize_
+    from .models.shard.apply import shard_
+    from .nn import QuantEmbedding, QuantExperts, QuantLinear
 
 __version__ = "0.1.0"
 

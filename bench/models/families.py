@@ -26,7 +26,7 @@ from .op_counts import Calls
 PAGE = ROOT / "docs" / "guide" / "fuse.md"
 COMMAND = "tokens --ops"
 
-_SIZES = {
+SIZES = {
     "hidden_size": 128,
     "intermediate_size": 128,
     "num_hidden_layers": 2,
@@ -52,7 +52,7 @@ _ROUTED = _CHOSEN | {
 }
 _SHARED = _EXPERTS | {"shared_expert_intermediate_size": 64}
 _TWO_KINDS = {"layer_types": ["sliding_attention", "full_attention"]}
-_LINEAR = {
+LINEAR = {
     "layer_types": ["linear_attention", "full_attention"],
     "linear_num_value_heads": 4,
     "linear_num_key_heads": 2,
@@ -101,9 +101,9 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "minimax_m2": _LOCAL,
     "ernie4_5_moe": {"moe_num_experts": 8, "moe_k": 2, "moe_intermediate_size": 64},
     "afmoe": _EXPERTS | {"num_shared_experts": 1},
-    "qwen3_5_text": _LINEAR,
-    "qwen3_5_moe_text": _LINEAR | _SHARED,
-    "qwen3_next": _LINEAR | _SHARED | {"mlp_only_layers": []},
+    "qwen3_5_text": LINEAR,
+    "qwen3_5_moe_text": LINEAR | _SHARED,
+    "qwen3_next": LINEAR | _SHARED | {"mlp_only_layers": []},
     "lfm2": {"layer_types": ["conv", "full_attention"]},
     "granitemoehybrid": _MAMBA
     | {
@@ -155,7 +155,7 @@ def family(kind: str, format: str = "q8_0", **options: Any) -> Any:
     with warnings.catch_warnings(), torch.random.fork_rng([]):
         warnings.simplefilter("ignore")  # layers that the format does not fit
         torch.manual_seed(0)
-        config = AutoConfig.for_model(kind, **(_SIZES | FAMILIES[kind] | options))
+        config = AutoConfig.for_model(kind, **(SIZES | FAMILIES[kind] | options))
         model = AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
         for parameter in model.parameters():
             # Larger branches than those of a new model, and norms that are not ones.

@@ -8,7 +8,7 @@ process; and a prompt of each.
 from __future__ import annotations
 
 import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
 from statistics import median
@@ -27,6 +27,7 @@ from ..timing import Timing, by_turns, wall_clock
 from .families import family, versions
 from .llamas import packed_random, sharing
 from .systems import Graph, Packed, Transformers
+from .tokens import Race
 
 CONTEXT = 128
 _SIZES = {
@@ -174,9 +175,9 @@ def run(run: Run) -> Iterator[Record]:
             n: Timing.of([s for steps, _ in each for s in steps]) for n, each in found.items()
         }
         prompts = {
-            name: 1e3 * median(prompt for _, prompt in each if prompt is not None)
+            name: 1e3 * median(taken)
             for name, each in found.items()
-            if _prefills(systems[name])
+            if (taken := [prompt for _, prompt in each if prompt is not None])
         }
         for name, timing in medians.items():
             yield {
@@ -209,33 +210,18 @@ def _peer(kind: str, model: Any, format: str, run: Run) -> dict[str, Any]:
     return {peer.name: peer}
 
 
-def _prefills(system: Any) -> bool:
-    return bool(getattr(system, "prefills", True))
-
-
-def _empty(system: Any) -> None:
-    system.reset()
-    if _prefills(system) and getattr(system, "make", system) is None:
-        system.cache = None
-
-
 def _turn(system: Any, args: Any) -> tuple[list[float], float | None]:
     """Seconds of new tokens after a context, and of a prompt where the system has a form for
     those, each until its choice is read.
 
     Not of the first two tokens, which a replayed system records.
     """
-    token, times = 0, list[float]()
 
-    def feed(ids: Sequence[int]) -> None:
-        nonlocal token
-        token = int(system.feed(ids).argmax())
+    def choice(count: int) -> int:
+        system.reset()
+        return int(system.feed([i % 97 + 3 for i in range(count)]).argmax())
 
-    _empty(system)
-    feed([i % 97 + 3 for i in range(CONTEXT)])
-    for _ in range(args.new_tokens + 2):
-        times.append(wall_clock(partial(feed, [token])))
-    if not _prefills(system):
-        return times[2:], None
-    _empty(system)
-    return times[2:], wall_clock(partial(feed, [i % 97 + 3 for i in range(args.prompt)]))
+    race = Race(system, {})
+    race.decode(choice(CONTEXT), args.new_tokens + 2)
+    prefills = getattr(system, "prefills", True)
+    return race.steps[2:], wall_clock(partial(choice, args.prompt)) if prefills else None

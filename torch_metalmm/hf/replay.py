@@ -29,7 +29,7 @@ from ..models.fuse.report import describe_layers
 from ..nn.again import Again, who_notes
 from ..nn.exact import is_exact
 from ..nn.hidden import LastHidden, last_hidden
-from ..nn.settings import StandIn
+from ..nn.stand_in import StandIn
 from .cache import PackedCache
 from .caches.layers import Unrecorded
 from .caches.paged import PagedCache

@@ -146,10 +146,8 @@ def _without_triton() -> Iterator[None]:
     """Kernels of Triton raise. Of a tensor without data they read address 0, after which no call of
     CUDA works in the process: those of flash-linear-attention, which Qwen3.5 takes where it is
     installed, also for a model that lies on the CPU."""
-    launcher, here = (
-        getattr(sys.modules.get("triton.runtime.jit"), "JITFunction", None),
-        get_ident(),
-    )
+    launcher = getattr(sys.modules.get("triton.runtime.jit"), "JITFunction", None)
+    here = get_ident()
     if launcher is None:
         yield
         return

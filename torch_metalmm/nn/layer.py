@@ -28,8 +28,8 @@ from .recipe import (
     Whole,
 )
 from .rotation import no_angles
-from .settings import StandIn
 from .sharded import ColumnsLinear
+from .stand_in import StandIn
 from .step import Held, Step
 from .watch import Watch
 
@@ -37,7 +37,7 @@ _NONE = Held()  # of layers without heads
 
 
 class FusedLayer(StandIn):
-    """A decoder layer, whose class and children stay.
+    """The forward of a decoder layer, whose class and children stay.
 
     It is the branches of the recipe in turn. Of attention: norm and projections in one op;
     rotation; cache and attention, as the layer calls them; output and residual. Where the cache

@@ -10,13 +10,14 @@ from torch.nn import functional as F
 
 from ..formats import DTYPES
 from .recipe import Norm
-from .settings import Settings, StandIn
+from .settings import Settings
+from .stand_in import StandIn
 
 _rms_norm = torch.ops.metalmm.rms_norm.default
 
 
 class FusedNorm(StandIn):
-    """An RMS norm; with centred, of x less its mean.
+    """The forward of an RMS norm; with centred, of x less its mean.
 
     The class's own forward computes where a gradient is recorded, under autocast, where x has not
     the weight's dtype, or one that the op does not take, and once eps or that forward is another.

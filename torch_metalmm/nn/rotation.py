@@ -9,7 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from .settings import Settings, StandIn
+from .settings import Settings
+from .stand_in import StandIn
 
 _rope_tables = torch.ops.metalmm.rope_tables.default
 _KINDS = (str, list, dict)  # of what a module says: how it scales, sections of frequencies
@@ -38,7 +39,7 @@ class Tables:
 
 
 class FusedRotation(StandIn):
-    """A module that makes cos and sin.
+    """The forward of a module that makes cos and sin.
 
     tables: {the argument behind the positions, None without one: Tables}. The frequencies are read
     at every call. The class's own forward computes where one of the arguments is of another kind,

@@ -11,7 +11,8 @@ from torch import Tensor, nn
 from .. import formats
 from .fused import unhooked
 from .packed import Packed
-from .settings import Settings, StandIn
+from .settings import Settings
+from .stand_in import StandIn
 
 _route = torch.ops.metalmm.route.default
 
@@ -66,7 +67,7 @@ def _trained(*tensors: Tensor | None) -> bool:
 
 
 class FusedRouter(StandIn):
-    """A router: (None, weights, ids).
+    """The forward of a router: (None, weights, ids).
 
     None stands for the logits, which nothing but a hook reads. The class's own forward computes in
     training, where a gradient is recorded, under autocast, where the module has a hook, and where

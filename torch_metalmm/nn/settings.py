@@ -17,25 +17,6 @@ _SIZES = frozenset(("in_features", "out_features", "index"))  # of packed layers
 _NUMBERS = (bool, int, float)
 
 
-class StandIn:
-    """The forward of `module`, which stays the object that it was, in place of its class's."""
-
-    forward: Any
-
-    def __init__(self, module: nn.Module) -> None:
-        self.module: Any = module
-
-    def attach(self) -> None:
-        self.module.__dict__["forward"] = self.forward
-
-    def detach(self) -> None:
-        del self.module.__dict__["forward"]
-
-    def original(self, *args: Any, **kwargs: Any) -> Any:
-        """What the class's own computes."""
-        return type(self.module).forward(self.module, *args, **kwargs)
-
-
 class Settings:
     """Recorded numbers of modules, forwards of their classes, functions that these forwards name.
 

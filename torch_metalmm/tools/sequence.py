@@ -124,10 +124,11 @@ def keeps_rows(model: Any, states: bool = False) -> bool:
     rows = DynamicLayer, DynamicSlidingWindowLayer, LinearAttentionAndFullAttentionLayer
     layers = DynamicCache(config=model.config).layers
     recurrent = [layer for layer in layers if isinstance(layer, LinearAttentionLayer)]
-    fused = [each for module in model.modules() if (each := fused_layer(module)) is not None]
-    mixers = sum(each.recipe.mixer is not None for each in fused)  # that our ops compute
-    if recurrent and not (states and len(recurrent) == mixers):
-        return False
+    if recurrent:
+        fused = [each for module in model.modules() if (each := fused_layer(module)) is not None]
+        mixers = sum(each.recipe.mixer is not None for each in fused)  # that our ops compute
+        if not states or len(recurrent) != mixers:
+            return False
     kinds = (*rows, DummyLayer, LinearAttentionLayer)
     return (
         any(type(x) in rows for x in layers)

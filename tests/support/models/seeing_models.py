@@ -8,26 +8,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-_TEXT = {
-    "hidden_size": 128,
-    "intermediate_size": 256,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 32,
-    "vocab_size": 320,
-    "max_position_embeddings": 512,
-    "pad_token_id": 0,
-    "bos_token_id": 1,
-    "eos_token_id": 2,
-}
-_LINEAR = {
-    "layer_types": ["linear_attention", "full_attention"],
-    "linear_num_value_heads": 4,
-    "linear_num_key_heads": 2,
-    "linear_key_head_dim": 32,
-    "linear_value_head_dim": 32,
-}
+from bench.models.families import LINEAR, SIZES
+
+_TEXT = SIZES | {"intermediate_size": 256, "max_position_embeddings": 512}
 _SIZES = {"hidden_size": 64, "intermediate_size": 128, "patch_size": 8}
 _PATCHES = {"depth": 2, "num_heads": 4, "spatial_merge_size": 2, "out_hidden_size": 128} | _SIZES
 _ROPE = {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [4, 2, 2]}
@@ -52,7 +35,7 @@ _CONFIGS: dict[str, dict[str, Any]] = {
         "vision_config": _PATCHES | {"fullatt_block_indexes": [1], "window_size": 32},
     },
     "qwen3_5": {
-        "text_config": _TEXT | _LINEAR | _THREE,
+        "text_config": _TEXT | LINEAR | _THREE,
         "vision_config": _PATCHES | {"num_position_embeddings": 64},
     },
 }

@@ -19,7 +19,7 @@ from transformers import AutoTokenizer, DynamicCache
 from torch_metalmm import load_packed
 from torch_metalmm.tools.chat.session import Options
 from torch_metalmm.tools.cli import main
-from torch_metalmm.tools.serve.engine import Job
+from torch_metalmm.tools.serve.engine import Job, Runner
 from torch_metalmm.tools.serve.seeing import Seeing
 
 NEW = 8
@@ -183,7 +183,7 @@ def test_grey_of_16_bits_is_not_clipped(served: Served) -> None:
     assert chat(served, [part(grey)]) != chat(served, [part(Image.new("L", (40, 50), 255))])
 
 
-class Texts:
+class Texts(Runner):
     """A runner of texts that takes two."""
 
     def __init__(self) -> None:
@@ -208,9 +208,6 @@ class Texts:
 
     def stop(self, job: Job) -> None:
         """Nothing is under way."""
-
-    def takes(self, job: Job) -> bool:
-        return self.room() > 0
 
 
 def test_a_place_is_for_one_image_and_texts_pass_the_next(folder: Path) -> None:

@@ -22,7 +22,7 @@ def _of_both(name: str) -> Any:
     return both
 
 
-class HybridPackedLayer(LinearAttentionLayer, PackedLayer):  # type: ignore
+class HybridPackedLayer(LinearAttentionLayer, PackedLayer):  # type: ignore[misc, no-untyped-call, override]
     """Keys and values as PackedLayer has them, states as transformers' own layers.
 
     As there a crop is refused, since a state cannot go back; so is a file of the rows.

@@ -25,7 +25,7 @@ from ...models.attach import check_cache, set_cache
 from ...models.cache_argument import with_cache
 from ...nn.exact import exact_rows
 from ..sequence import CHUNK, keeps_rows
-from .engine import Job
+from .engine import Job, Runner
 from .writing import Writing
 
 _LOG = logging.getLogger(__name__)
@@ -117,7 +117,7 @@ class _Answer(Writing):
         self.finish(reason, self.kept or 0, self.right, self.guessed - self.right)
 
 
-class Batch:
+class Batch(Runner):
     """A runner. A step is a token of each answer, then a part of a prompt, of each prompt in turn.
 
     With lookup an answer's step has tokens more, guessed by what came before: a row for each shows
@@ -160,9 +160,6 @@ class Batch:
 
     def room(self) -> int:
         return self._most - len(self._prompts) - len(self._answers)
-
-    def takes(self, job: Job) -> bool:
-        return self.room() > 0
 
     def is_busy(self) -> bool:
         return bool(self._prompts or self._answers)

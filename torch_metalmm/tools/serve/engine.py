@@ -62,7 +62,11 @@ class Runner(Protocol):
     """How answers are computed. All but stop() is called on the engine's thread."""
 
     def room(self) -> int: ...  # how many more jobs it takes
-    def takes(self, job: Job) -> bool: ...  # whether there is room for this one
+
+    def takes(self, job: Job) -> bool:
+        """Whether there is room for this one."""
+        return self.room() > 0
+
     def is_busy(self) -> bool: ...
     def take(self, job: Job) -> None: ...
     def step(self) -> None: ...

@@ -17,7 +17,7 @@ from .writing import Writing
 _LOG = logging.getLogger(__name__)
 
 
-class Seeing:
+class Seeing(Runner):
     """A runner around another one, which has the jobs without images.
 
     One such answer at a time, each on a cache of its own: models place rows of an image by three
@@ -31,8 +31,7 @@ class Seeing:
         self.inner, self._model, self._tokenizer = inner, model, tokenizer
         self._new_cache = new_cache
         self._job: Job | None = None
-        self._writing: Writing | None = None  # of the job, when its prompt is read
-        self._steps: Steps | None = None
+        self._answer: tuple[Writing, Steps] | None = None  # of the job, once it is begun
 
     def room(self) -> int:
         return max(0, self.inner.room() - (self._job is not None))
@@ -79,23 +78,24 @@ class Seeing:
 
     def _advance(self, job: Job) -> bool:
         """A token more; whether it was the last."""
-        if self._writing is None or self._steps is None:
+        if self._answer is None:
+            steps = stepwise(self._model, self._new_cache(), **self._inputs(job))
             writing = Writing(job, self._model, self._tokenizer)
-            logits = self._begun(job)
-            self._writing = writing
+            self._answer = writing, steps
+            logits = self._first(job, steps)
         else:
-            logits = self._steps.send(self._writing.tokens[-1])
-        reason = self._writing.choose(logits)
+            writing, steps = self._answer
+            logits = steps.send(writing.tokens[-1])
+        reason = writing.choose(logits)
         if reason:
-            self._writing.finish(reason)
+            writing.finish(reason)
         return bool(reason)
 
-    def _begun(self, job: Job) -> Tensor:
+    def _first(self, job: Job, steps: Steps) -> Tensor:
         """The logits behind the prompt. ApiError 400: the model takes no such prompt."""
-        self._steps = stepwise(self._model, self._new_cache(), **self._inputs(job))
         try:
             with stoppable(self._model, lambda: job.is_cancelled):
-                return next(self._steps)
+                return next(steps)
         except ValueError as error:  # a text has the token of a patch, beside those of an image
             raise wrong("messages", f"the model takes no such prompt: {error}") from None
 
@@ -111,7 +111,7 @@ class Seeing:
 
     def _over(self, job: Job) -> Job:
         """The job, whose answer is over; its rows are given back."""
-        if self._steps is not None:
-            self._steps.close()
-        self._job = self._writing = self._steps = None
+        if self._answer is not None:
+            self._answer[1].close()
+        self._job = self._answer = None
         return job

@@ -7,10 +7,10 @@ import threading
 import torch
 
 from ..chat.session import Session
-from .engine import Finish, Job, Stopped, stoppable
+from .engine import Finish, Job, Runner, Stopped, stoppable
 
 
-class Single:
+class Single(Runner):
     """A runner. The session's cache stays, with what the next prompt may begin with."""
 
     def __init__(self, session: Session | None) -> None:
@@ -22,9 +22,6 @@ class Single:
 
     def room(self) -> int:
         return int(self._job is None)
-
-    def takes(self, job: Job) -> bool:
-        return self._job is None
 
     def is_busy(self) -> bool:
         return self._job is not None
