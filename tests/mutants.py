@@ -47,7 +47,7 @@ TARGETS = {
     "torch_metalmm/tools/serve/ollama.py": "test_serve_replies.py test_serve_clients.py -k ollama",
     "torch_metalmm/tools/serve/pictures.py": "test_serve_images.py",
     "torch_metalmm/tools/serve/seeing.py": "test_serve_images.py",
-    "torch_metalmm/tools/serve/writing.py": "test_serve_lookup.py test_serve_images.py",
+    "torch_metalmm/tools/serve/writing.py": "test_serve_drafts.py test_serve_images.py",
     "torch_metalmm/files/gguf/layout.py": "test_gguf_file.py test_gguf_hostile.py",
     "torch_metalmm/files/limits.py": "test_odd_folders.py",
     "torch_metalmm/files/untrusted.py": "test_untrusted.py",
@@ -84,7 +84,8 @@ TARGETS = {
     "torch_metalmm/tools/serve/access.py": "test_serve_access.py",
     "torch_metalmm/hf/caches/pooled.py": "test_serve_prefixes.py test_serve_saved.py "
     "-k 'qwen35 or states or recurrent'",
-    "torch_metalmm/tools/serve/batch.py": "test_serve_steps.py test_serve_lookup.py",
+    "torch_metalmm/tools/serve/batch.py": "test_serve_steps.py test_serve_drafts.py",
+    "torch_metalmm/tools/serve/guessing.py": "test_serve_drafts.py",
     "torch_metalmm/tools/serve/saved.py": "test_serve_saved.py",
     "torch_metalmm/nn/fused.py": "test_fuse.py test_fuse_waiting.py -k cpu",
     "torch_metalmm/nn/linear.py": "test_linear.py test_errors.py -k cpu",

@@ -142,24 +142,39 @@ class SmallModel:
     def kind(self) -> Hashable | None:
         return "model"
 
+    def catch_up(self, most: int) -> bool:
+        """Read so many tokens of the text where there are more to read; whether there were not."""
+        unread = self._unread()
+        if len(unread) <= most:
+            return True
+        with torch.inference_mode():
+            self._read(unread[:most])
+        self._known = len(self._held)
+        return False
+
     def propose(self, most: int) -> list[int]:
-        tokens, held = self._tokens, self._held
-        same = agreeing(held, tokens[:-1], min(self._known, len(tokens) - 1))
-        if len(held) > same:
-            self._cache.crop(same - len(held))
-        self._held = held = tokens[:same]
-        self._known = len(tokens)  # once these are read
+        unread = self._unread()
+        self._known = len(self._tokens)  # once these are read
         found: list[int] = []
-        unread = tokens[same:]
         with torch.inference_mode():
             while True:
-                held += unread
-                found.append(self._next(unread))
+                found.append(self._read(unread))
                 if len(found) == most:
                     return found
                 unread = found[-1:]
 
-    def _next(self, unread: list[int]) -> int:
+    def _unread(self) -> list[int]:
+        """The tokens of the text behind those that are held, which are no others."""
+        tokens, held = self._tokens, self._held
+        same = agreeing(held, tokens[:-1], min(self._known, len(tokens) - 1))
+        if len(held) > same:
+            self._cache.crop(same - len(held))
+        self._held = tokens[:same]
+        return tokens[same:]
+
+    def _read(self, unread: list[int]) -> int:
+        """The likeliest token behind these, which are held."""
+        self._held += unread
         ids = torch.tensor([unread], device=self.model.device)
         given = {"use_cache": True, **with_cache(self.model, self._cache)}
         try:

@@ -137,7 +137,7 @@ def test_drafts_of_a_files_own_head(tmp_path: Path, monkeypatch: pytest.MonkeyPa
             loaded.model, loaded.tokenizer, Options(), None, given.cache, loaded.draft
         )
         texts.append(session.complete("the answer" * 6, silent).text)  # in parts
-        assert (session._pace.drafted > 0) == bool(flags)
+        assert (session.pace.drafted > 0) == bool(flags)
     assert texts[0] == texts[1]
     assert session._drafter is not None and session._drafter._first == 0  # none is missing
     with pytest.raises(ValueError, match="has no layer that predicts later tokens"):

@@ -12,6 +12,7 @@ from torch_metalmm import fuse_, load_gguf
 from torch_metalmm.hf.caches.pages import Pages
 from torch_metalmm.tools.serve.batch import Batch
 from torch_metalmm.tools.serve.engine import Job
+from torch_metalmm.tools.serve.guessing import Guessing
 
 
 def endless(name: str, folder: Path) -> tuple[Any, Any]:
@@ -22,12 +23,14 @@ def endless(name: str, folder: Path) -> tuple[Any, Any]:
     return (fuse_(model) if fused else model), tokenizer
 
 
-def pool(loaded: Any, most: int, pages: int, lookup: int = 0, format: str = "q8_0") -> Batch:
+def pool(
+    loaded: Any, most: int, pages: int, guessing: Guessing | None = None, format: str = "q8_0"
+) -> Batch:
     """A runner whose cache has so many pages, and room for states."""
     found = Batch(*loaded, 1, format, 1 << 24).cache
     if not found.states:
-        return Batch(*loaded, most, format, pages * found.page_bytes, lookup)
-    batch = Batch(*loaded, most, format, 1 << 25, lookup)
+        return Batch(*loaded, most, format, pages * found.page_bytes, guessing)
+    batch = Batch(*loaded, most, format, 1 << 25, guessing)
     assert batch.cache.pages.count > pages and batch.cache.states.most_kept > 3
     batch.cache.pages = Pages(pages)
     return batch

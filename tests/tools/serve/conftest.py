@@ -22,7 +22,7 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
     file = random_model(folder / "tiny.gguf", "llama", context=2 * CONTEXT)
     flags = ["--name", "tiny", "--host", "127.0.0.2", "--origin", ORIGIN, "--share-prefixes"]
     flags += ["--ctx", str(CONTEXT), "--max-body", "2000", "--max-messages", "2"]
-    flags += ["--cache", "q8_0/q4_0_rotated", "--lookup", "3"]
+    flags += ["--cache", "q8_0/q4_0_rotated", "--draft", "lookup"]
     with descriptors(DESCRIPTORS), serving(str(file), *flags) as found:
         yield found
 

@@ -15,6 +15,7 @@ from backends import CASES
 
 from torch_metalmm.hf.caches.pages import SLOTS
 from torch_metalmm.tools.chat.session import Options
+from torch_metalmm.tools.serve.batch import guessing_of
 from torch_metalmm.tools.serve.engine import Finish, Job
 
 COUNT = 2000 if CASES == "all" else 40
@@ -55,13 +56,14 @@ def alone(loaded: tuple[Any, Any]) -> list[list[Any]]:
     return told
 
 
-@pytest.mark.parametrize("lookup", (0, 3))
-def test_mixed_requests(loaded: tuple[Any, Any], alone: list[list[Any]], lookup: int) -> None:
+@pytest.mark.parametrize("draft", (None, "lookup"))
+def test_mixed_requests(loaded: tuple[Any, Any], alone: list[list[Any]], draft: str | None) -> None:
     told = [list[Any]() for _ in range(COUNT)]
     jobs = requests(told)
     slots = sum(len(job.ids) + int(job.options.max_new_tokens or 0) for job in jobs)
     count = slots // SLOTS // 10
-    batch, resident = pool(loaded, 4, count, lookup), list[int]()
+    guessing = draft and guessing_of(draft, *loaded)
+    batch, resident = pool(loaded, 4, count, guessing or None), list[int]()
     for some in (jobs[:WARM], jobs[WARM:]):
         run(batch, *some)
         resident.append(psutil.Process().memory_info().rss)

@@ -13,9 +13,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ...hf.drafts import Drafter, Pace, Sees, SmallModel
+from ...hf.drafts import Drafter, Pace, Sees
 from ...models.cache_argument import cache_in, cache_of_generate
-from ...models.mtp import MtpHead
 from ..sequence import Sequence
 from .stream import Answer, Stream
 from .template import Template
@@ -80,7 +79,7 @@ class Session:
         self.model, self.tokenizer, self.options = model, tokenizer, options
         self.template, self.draft = template, draft
         self.sequence = Sequence(model, cache)
-        self._drafter, self._pace = self._own_drafter(), Pace()
+        self._drafter, self.pace = self._own_drafter(), Pace()
         self.prompt = ""  # the text that is, or was, answered
         self._last: tuple[str, list[int]] = "", []  # the last prompt and answer, as text and tokens
         self._stopped = threading.Event()
@@ -218,7 +217,7 @@ class Session:
             how: dict[str, Any] = {}
             if self._drafter is not None:
                 exact = not why_inexact(self.model, self.sequence.cache)
-                how = {"draft": self._drafter, "exact": exact, "pace": self._pace}
+                how = {"draft": self._drafter, "exact": exact, "pace": self.pace}
             options["custom_generate"] = partial(decode, streamer=stream, keeps_last=True, **how)
         else:
             options["streamer"] = stream
@@ -239,23 +238,17 @@ class Session:
     def _own_drafter(self) -> Drafter | None:
         """Of our own loop; None: there are no drafts, or transformers' loop takes those of a model:
         it translates other vocabularies, and knows models and caches that ours does not."""
-        from ...hf.decoding import drafter_of, why_undrafted
+        from ...hf.decoding import why_undrafted
 
         if self.draft is None:
             return None
+        make = drafters(self.draft, self.model, self.tokenizer)
         why = "the model goes on from no cache"
         if self.sequence.keeps:
             why = why_undrafted(self.model, self.sequence.new_cache())
-        if self.draft == "lookup" or isinstance(self.draft, MtpHead):
-            if why:
-                raise ValueError(f"draft: {why}")
-            return drafter_of(self.draft, self.model)
-        if why:
-            return None
-        model, tokenizer = self.draft
-        if tokenizer.get_vocab() != self.tokenizer.get_vocab():
-            return None
-        return SmallModel(model)
+        if why and not isinstance(self.draft, tuple):
+            raise ValueError(f"draft: {why}")
+        return None if why or make is None else make()
 
     @contextmanager
     def _assisted(self, options: dict[str, Any]) -> Iterator[None]:
@@ -290,6 +283,17 @@ class Session:
             new = new[:-1]
         answer = self.tokenizer.decode(new, clean_up_tokenization_spaces=False) if new else ""
         self._last = prompt + answer, ids + new
+
+
+def drafters(draft: Any, model: Any, tokenizer: Any) -> Callable[[], Drafter] | None:
+    """What makes the drafter of a text, by a draft of Session; None: it has other tokens."""
+    from ...hf.decoding import drafter_of
+
+    if isinstance(draft, tuple):
+        draft, own = draft
+        if own.get_vocab() != tokenizer.get_vocab():
+            return None
+    return partial(drafter_of, draft, model)
 
 
 def context_of(model: Any) -> int | None:

@@ -20,12 +20,14 @@ from torch import Tensor
 from ...hf.caches.layers import DTYPE_NAMES
 from ...hf.caches.paged import PagedCache, PoolFull, Text, paged_cache
 from ...hf.caches.pages import SLOTS
-from ...hf.drafts import Lookup
+from ...hf.drafts import Drafter, Sees
 from ...models.attach import check_cache, set_cache
 from ...models.cache_argument import with_cache
 from ...nn.exact import exact_rows
+from ..chat.session import drafters
 from ..sequence import CHUNK, keeps_rows
 from .engine import Job, Runner
+from .guessing import Guessing
 from .writing import Writing
 
 _LOG = logging.getLogger(__name__)
@@ -35,7 +37,6 @@ _LOG = logging.getLogger(__name__)
 LEAST = 64
 SECONDS = 0.25  # that an answer under way waits for a part of another's prompt
 ROWS = 4  # of a step, whose bits in packed layers do not depend on how many there are
-RUN = 3  # tokens that must have stood before what is guessed
 
 
 def can_share(model: Any) -> bool:
@@ -58,6 +59,15 @@ def can_share(model: Any) -> bool:
     return True
 
 
+def guessing_of(draft: Any, model: Any, tokenizer: Any) -> Guessing | None:
+    """By a draft of Session, for answers that share steps; None: there is none, or it drafts in a
+    session alone, as for models with states, which cannot go back from a wrong guess."""
+    if draft is None or not keeps_rows(model):
+        return None
+    new = drafters(draft, model, tokenizer)
+    return None if new is None else Guessing(new, ROWS // 2)
+
+
 _NUMBERS = itertools.count()
 
 
@@ -65,14 +75,28 @@ class _Answer(Writing):
     """A job under way: `text` has rows of a beginning of `tokens`."""
 
     def __init__(
-        self, job: Job, cache: PagedCache, model: Any, tokenizer: Any, guesses: int
+        self, job: Job, cache: PagedCache, model: Any, tokenizer: Any, guessing: Guessing | None
     ) -> None:
-        """guesses: at a time; fewer where they were wrong."""
         super().__init__(job, model, tokenizer)
-        self.text, self.number, self.lookup = Text(cache, job.owner), next(_NUMBERS), Lookup(RUN)
-        self._most = self._width = guesses
+        self.text, self.number = Text(cache, job.owner), next(_NUMBERS)
+        self._guessing = guessing
+        self.drafter: Drafter | None = None
         self.guessed = self.right = 0  # tokens that were guessed, and those that were chosen
         self.kept: int | None = None  # tokens of the prompt whose rows another text has read
+
+    def begin(self) -> None:
+        """Hold the rows of its prompt's beginning that the cache has."""
+        kept = self.text.begin(self.job.ids, LEAST)
+        self.kept = kept if self.kept is None else self.kept
+        if self._guessing is not None and self.drafter is None:
+            self.drafter = self._guessing.take(self.tokens, self.job.owner)
+
+    def release(self) -> None:
+        """Give back what it holds."""
+        self.text.end()
+        if self._guessing is not None and self.drafter is not None:
+            self._guessing.give_back(self.drafter, self.job.owner)
+        self.drafter = None
 
     def is_read(self) -> bool:
         return len(self.text.tokens) == len(self.tokens)
@@ -97,31 +121,32 @@ class _Answer(Writing):
         if len(self.text.tokens) == stop < len(self.job.ids):
             self.text.keep_states()
 
-    def ahead(self, most: int) -> list[int]:
-        """Up to `most` tokens to read, from the first without a row on; then guesses."""
-        known = self.tokens[len(self.text.tokens) :][:most]
-        return known + self._guess(min(most - len(known), self._width))
+    def unread(self, most: int) -> list[int]:
+        """The first tokens without a row, up to so many."""
+        return self.tokens[len(self.text.tokens) :][:most]
 
-    def _guess(self, most: int) -> list[int]:
-        if most < 1:
-            return []
-        self.lookup.read(self.tokens)
-        return [] if self.lookup.kind() is None else self.lookup.propose(most)
+    def see(self, count: int, hidden: Tensor) -> None:
+        """Show the drafter what a step computed of the next so many tokens, [1, rows, hidden_size]
+        or more of them."""
+        if isinstance(self.drafter, Sees):
+            self.drafter.see(len(self.text.tokens), hidden[:, :count])
 
-    def learn(self, guessed: int, right: int) -> None:
-        """As many as were right, at least one; twice as many where all were."""
-        self._width = min(self._most, 2 * self._width) if right == guessed else max(1, right)
+    def choose(self, logits: Tensor) -> str:
+        reason = super().choose(logits)
+        if self.drafter is not None:
+            self.drafter.add(self.tokens[-1])
+        return reason
 
     def end(self, reason: str) -> None:
-        self.text.end()
+        self.release()
         self.finish(reason, self.kept or 0, self.right, self.guessed - self.right)
 
 
 class Batch(Runner):
     """A runner. A step is a token of each answer, then a part of a prompt, of each prompt in turn.
 
-    With lookup an answer's step has tokens more, guessed by what came before: a row for each shows
-    what the model would have chosen, and those behind the first wrong one are forgotten.
+    With a drafter an answer's step has tokens more, which are guessed: a row for each shows what
+    the model would have chosen, and those behind the first wrong one are forgotten.
 
     Rows do not depend on which other texts share a step, up to ROWS, nor, but for experts, on where
     a prompt's parts begin, so answers are those of a server with one client. Where the pages run
@@ -136,17 +161,14 @@ class Batch(Runner):
         most: int,
         cache: str | None = None,
         memory: int | None = None,
-        lookup: int = 0,
+        guessing: Guessing | None = None,
     ) -> None:
         """most: answers at a time. cache: the format of rows; None: the model's dtype. memory:
         bytes of all rows; None: a quarter of what the machine has free, and fewer answers at a time
-        where their states take more than half of it. lookup: guesses at a time.
+        where their states take more than half of it. guessing: of models without states, which
+        cannot go back from a wrong guess.
         """
-        self.model, self._tokenizer, self._lookup = model, tokenizer, lookup
-        if lookup and not keeps_rows(model):
-            raise ValueError(
-                f"lookup: {lookup}; recurrent states cannot go back from a wrong guess"
-            )
+        self.model, self._tokenizer, self._guessing = model, tokenizer, guessing
         format = cache or DTYPE_NAMES[model.dtype]
         set_cache([model], format)
         self.cache = paged_cache(model, format, memory, texts=most)
@@ -165,7 +187,7 @@ class Batch(Runner):
         return bool(self._prompts or self._answers)
 
     def take(self, job: Job) -> None:
-        given = job, self.cache, self.model, self._tokenizer, self._lookup
+        given = job, self.cache, self.model, self._tokenizer, self._guessing
         self._prompts.append(_Answer(*given))
 
     def stop(self, job: Job) -> None:
@@ -176,7 +198,7 @@ class Batch(Runner):
         self._prompts.clear()
         self._answers = []
         for answer in failed:
-            answer.text.end()
+            answer.release()
             answer.job.tell(error)
 
     def step(self) -> None:
@@ -188,14 +210,14 @@ class Batch(Runner):
             self._fill()
 
     def _drop(self, answer: _Answer) -> None:
-        answer.text.end()
+        answer.release()
         (self._prompts if answer in self._prompts else self._answers).remove(answer)
 
     def _advance(self) -> None:
         """A token of each answer, and what follows of the tokens that are known or guessed."""
-        most = self._ahead()
+        begin = time.monotonic()
+        ahead = self._ahead()
         while self._answers:
-            ahead = [a.ahead(most) for a in self._answers]
             # A state cannot go back from a token that is there for its place alone.
             count = (min if self.cache.states else max)(map(len, ahead))
             ahead = [ids[:count] for ids in ahead]
@@ -204,22 +226,37 @@ class Batch(Runner):
                 positions = self.cache.begin_step([a.text for a in self._answers], count)
                 break
             except PoolFull:
-                if most == 1:
+                if count == 1:
                     self._give_back()
-                most = 1
+                ahead = [a.unread(1) for a in self._answers]
         else:  # the last one gave its pages back, to a prompt
             return
         with exact_rows(len(rows) * count <= ROWS):
             logits = self._forward(rows, positions, count)
+        texts = len(rows)
+        self._show(self._answers, list(map(len, ahead)))
         given = list(zip(self._answers, ahead, torch.split(logits, 1), strict=True))
         self._answers = [a for a, ids, own in given if self._take(a, ids, own[0])]
+        if self._guessing is not None:
+            self._guessing.took(texts, count, time.monotonic() - begin)
 
-    def _ahead(self) -> int:
-        """Tokens of each answer in a step: as many as are worth their rows, of all answers."""
-        most = min(ROWS // len(self._answers), *(a.left() for a in self._answers))
-        if most < 2 or sum(len(a.ahead(most)) for a in self._answers) < 2 * len(self._answers):
-            return 1
-        return most
+    def _ahead(self) -> list[list[int]]:
+        """The tokens of each answer in a step: one, or as many as are worth their rows."""
+        answers = self._answers
+        most = max(1, min(ROWS // len(answers), *(a.left() for a in answers)))
+        ahead = [a.unread(most) for a in answers]
+        if self._guessing is not None and most > 1 and all(len(ids) == 1 for ids in ahead):
+            guesses = self._guessing.guesses([a.drafter for a in answers], most - 1)
+            ahead = [ids + more for ids, more in zip(ahead, guesses, strict=True)]
+        if sum(map(len, ahead)) < 2 * len(answers):
+            return [ids[:1] for ids in ahead]
+        return ahead
+
+    def _show(self, answers: list[_Answer], counts: list[int]) -> None:
+        """Let their drafters see what a step has computed of so many tokens of each."""
+        if self._guessing is not None and (hidden := self._guessing.hidden()) is not None:
+            for answer, count, rows in zip(answers, counts, torch.split(hidden, 1), strict=True):
+                answer.see(count, rows)
 
     def _take(self, answer: _Answer, ids: list[int], logits: Tensor) -> bool:
         """Keep the tokens of a step up to the first wrong guess; False: the answer is over.
@@ -236,8 +273,8 @@ class Batch(Runner):
                 if answer.tokens[-1] != guess:
                     break
                 kept += 1
-        if guesses:
-            answer.learn(len(guesses), answer.right - right)
+        if guesses and self._guessing is not None and answer.drafter is not None:
+            self._guessing.saw(answer.drafter, len(guesses), answer.right - right)
         answer.text.extend(ids[:kept], is_shared=False)
         return True
 
@@ -256,10 +293,10 @@ class Batch(Runner):
         begin = time.monotonic()
         try:
             if not answer.text.pages:
-                kept = answer.text.begin(answer.job.ids, LEAST)
-                answer.kept = kept if answer.kept is None else answer.kept
+                answer.begin()
             part = answer.part(self._part_size())
             logits = self._forward([part], self.cache.begin_step([answer.text], len(part)))
+            self._show([answer], [len(part)])
             answer.extend(part)
         except PoolFull:
             if not self._answers:  # of which none will end and give its pages back
@@ -304,7 +341,7 @@ class Batch(Runner):
                 answer.end(reason)
             return not reason
         except Exception as error:
-            answer.text.end()
+            answer.release()
             _tell(answer, error)
             return False
 

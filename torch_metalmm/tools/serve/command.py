@@ -96,13 +96,6 @@ def _add_limits(group: argparse._ArgumentGroup) -> None:
         "of the rows of all answers and of those kept for prompts to come; "
         "default: a quarter of what is free",
     )
-    limit(
-        "--lookup",
-        None,
-        "N",
-        "tokens, at most 3, that are guessed by what came before in a prompt and its answer, and "
-        "checked in one step; the answer is the same, sooner where it repeats much; default: none",
-    )
     limit("--max-new-tokens", None, "N", "of any request; default: what the context has room for")
     limit(
         "--max-body",
@@ -119,8 +112,6 @@ def run(args: argparse.Namespace) -> None:
     check_model(args)
     take_source(args)
     owners = _owners(args)
-    if args.lookup is not None and args.lookup > 3:
-        raise ValueError(f"--lookup {args.lookup}: at most 3; a step has 4 rows")
     if args.pooling not in (None, *POOLINGS):
         raise ValueError(f"--pooling {args.pooling}: must be one of {', '.join(POOLINGS)}")
     for origin in args.origin:
@@ -161,7 +152,7 @@ def _server(args: argparse.Namespace, template: Any, owners: dict[bytes, bytes])
     from ..chat.session import Options, Session, context_of
     from .access import Access
     from .app import Limits, Server
-    from .batch import Batch, can_share
+    from .batch import Batch, can_share, guessing_of
     from .embedding import Embedder
     from .engine import Engine, Runner, Worker
     from .forms import Forms
@@ -179,19 +170,19 @@ def _server(args: argparse.Namespace, template: Any, owners: dict[bytes, bytes])
     if generates:
         session = Session(model, tokenizer, Options(), cache=args.cache, draft=loaded.draft)
     runner: Runner = Single(session)
-    if generates and loaded.draft is None and can_share(model):
+    guessing = guessing_of(loaded.draft, model, tokenizer)
+    if generates and can_share(model) and (loaded.draft is None or guessing is not None):
         memory = args.cache_memory and args.cache_memory << 20
-        guesses = args.lookup or 0
-        runner = batch = Batch(model, tokenizer, args.parallel, args.cache, memory, guesses)
+        runner = batch = Batch(model, tokenizer, args.parallel, args.cache, memory, guessing)
         context = min(context or batch.cache.slots, batch.cache.slots)
     else:
-        for flag in ("cache_memory", "lookup", "prompts"):
+        for flag in ("cache_memory", "prompts"):
             if getattr(args, flag) is not None:
                 name = "--" + flag.replace("_", "-")
                 raise ValueError(f"{name}: the answers of this model share no cache")
     has_scores = isinstance(runner, Batch)
     if session is not None:
-        forms = None if loaded.draft is not None else Forms(model, tokenizer)
+        forms = None if loaded.draft is not None and not has_scores else Forms(model, tokenizer)
         most, sight = args.max_new_tokens, sight_of(model, loaded.path)
         prompts = Prompts(model, tokenizer, template, context, most, tokens, forms, sight)
         if sight:

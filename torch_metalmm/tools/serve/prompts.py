@@ -73,7 +73,7 @@ class Prompts:
         if wanted is None:
             return None
         if self._forms is None:
-            raise unsupported(wanted.field, "a server with --draft keeps no form")
+            raise unsupported(wanted.field, "answers of this --draft keep no form")
         return self._forms.of(wanted, prompt, len(ids))
 
     def of_chat(self, request: Chat) -> Prompt:

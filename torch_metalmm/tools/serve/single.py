@@ -44,6 +44,8 @@ class Single(Runner):
             torch.seed()
         else:
             torch.manual_seed(job.seed)
+        pace = session.pace
+        drafted, right = pace.drafted, pace.accepted
         try:  # a prompt of a longrope may have a part of thousands of tokens
             with stoppable(session.model, lambda: job.is_cancelled):
                 answer = session.go_on(job.prompt, job.ids, job.tell)
@@ -53,7 +55,9 @@ class Single(Runner):
             self._job = None
         if answer is None:
             return
-        job.tell(Finish(answer.finish, len(job.ids), answer.kept_tokens, answer.new_tokens))
+        counts = len(job.ids), answer.kept_tokens, answer.new_tokens
+        right = pace.accepted - right
+        job.tell(Finish(answer.finish, *counts, right, pace.drafted - drafted - right))
 
     def fail(self, error: Exception) -> None:
         with self._lock:

@@ -1,0 +1,256 @@
+"""`metalmm serve --draft`: answers that share steps are those without drafts, to the bit."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from answered import answered, endless, pool, run
+from drafters import Fixed, Told
+from gguf_files import random_model
+from mtp_models import folder_with_head, trunk
+from serving import Served
+
+from torch_metalmm import PackedCache, formats, fuse_, load_gguf, load_mtp, quantize_
+from torch_metalmm.hf.decoding import decode
+from torch_metalmm.hf.drafts import Drafter, Lookup, SmallModel
+from torch_metalmm.hf.mtp import Mtp
+from torch_metalmm.models.attach import set_cache
+from torch_metalmm.models.cache_argument import cache_of_generate
+from torch_metalmm.tools.chat.session import Options, Session
+from torch_metalmm.tools.serve import guessing as guessing_module
+from torch_metalmm.tools.serve.batch import ROWS, guessing_of
+from torch_metalmm.tools.serve.engine import Finish, Job
+from torch_metalmm.tools.serve.guessing import Guessing
+from torch_metalmm.tools.serve.single import Single
+
+NEW = 40
+
+
+def guessing(new: Callable[[], Drafter]) -> Guessing:
+    """As many drafts as there are rows for."""
+    return Guessing(new, ROWS // 2, lambda: Fixed(3))
+
+
+@pytest.fixture(scope="module", params=["llama", "gemma3", "qwen3 fused"])
+def loaded(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Any:
+    return endless(request.param, tmp_path_factory.mktemp("m"))
+
+
+def jobs(told: list[list[Any]]) -> list[Job]:
+    """Prompts that repeat themselves, some of them greedy, with ends at several lengths."""
+    draw, found = random.Random(5), []
+    for i, own in enumerate(told):
+        ids = draw.choices(range(3, 300), k=9) * 8
+        options = Options(temperature=0.01 * (i % 3), max_new_tokens=NEW - 7 * i)
+        found.append(Job("", ids, options, i, own.append))
+    return found
+
+
+@pytest.fixture(scope="module")
+def plain(loaded: Any) -> tuple[list[list[Any]], list[list[torch.Tensor]]]:
+    return without(loaded)
+
+
+def without(loaded: Any) -> tuple[list[list[Any]], list[list[torch.Tensor]]]:
+    """What the jobs are told without guesses, and the logits of their tokens."""
+    told = [list[Any]() for _ in range(5)]
+    made = jobs(told)
+    found = answered(pool(loaded, 1, 32), made)
+    return told, [found[id(job)] for job in made]
+
+
+@pytest.mark.parametrize("name", [n for n in formats.names() if formats.get(n).packs])
+def test_rows_of_a_step(name: str) -> None:
+    """Up to ROWS have the bits that each has alone."""
+    kind = formats.get(name)
+    w, x = kind.quantize(torch.randn(48, 512)), torch.randn(ROWS, 512)
+    rows = [torch.ops.metalmm.linear(x[:n], w, None, name) for n in range(1, ROWS + 1)]
+    alone = torch.cat([torch.ops.metalmm.linear(row[None], w, None, name) for row in x])
+    assert all(torch.equal(y, alone[: len(y)]) for y in rows)
+
+
+def check(plain: Any, most: int, pages: int, loaded: Any, guesses: Guessing) -> tuple[int, int]:
+    """Answers are those of `plain`; (right, wrong) guesses."""
+    told = [list[Any]() for _ in range(5)]
+    made = jobs(told)
+    logits = answered(pool(loaded, most, pages, guesses), made)
+    for job, own, alone, wanted in zip(made, told, *plain, strict=True):
+        assert len(logits[id(job)]) == len(wanted)
+        assert all(map(torch.equal, logits[id(job)], wanted))
+        assert own[:-1] == alone[:-1] and own[-1][:4] == alone[-1][:4]
+        assert alone[-1][4:6] == (0, 0)
+    right, wrong = (sum(own[-1][i] for own in told) for i in (4, 5))
+    return right, wrong
+
+
+@pytest.mark.covering
+@pytest.mark.parametrize(("most", "pages"), [(1, 32), (2, 32), (4, 32), (4, 5)])
+@pytest.mark.parametrize("are_wrong", (False, True), ids=("found", "wrong"))
+def test_answers_are_those_without_guesses(
+    loaded: Any, plain: Any, most: int, pages: int, are_wrong: bool
+) -> None:
+    """One, two or four in a step, and where the pages run out."""
+    new = (lambda: Told([317] * 500, 1)) if are_wrong else Lookup
+    right, wrong = check(plain, most, pages, loaded, guessing(new))
+    assert (wrong > 9 * right) if are_wrong else (right > 0)
+
+
+@pytest.mark.parametrize("seed", (0, 1), ids=("right", "another"))
+def test_a_small_model(
+    loaded: Any, plain: Any, seed: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """That reads a long text in parts; the other one's drafts are wrong."""
+    monkeypatch.setattr(guessing_module, "CHUNK", 16)
+    small = load_gguf(random_model(tmp_path / "m.gguf", "llama", seed=seed))[0]
+    read, forward = list[int](), SmallModel._read
+
+    def noted(self: SmallModel, unread: list[int]) -> int:
+        read.append(len(unread))
+        return forward(self, unread)
+
+    monkeypatch.setattr(SmallModel, "_read", noted)
+    same = seed == 0 and loaded[0].config.model_type == "llama"
+    right, wrong = check(plain, 2, 32, loaded, guessing(lambda: SmallModel(small)))
+    assert max(read) == 16 and right + wrong > 20 and (right > 4 * wrong) == same
+
+
+@pytest.mark.parametrize("most", (1, 2, 4))
+def test_the_model_s_own_head(most: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It proposes what it does in generate(): beside others' texts, too, it sees its own."""
+    tokenizer = endless("llama", tmp_path)[1]
+    model = trunk("glm4_moe", vocab_size=tokenizer.vocab_size)
+    path = folder_with_head(model, tmp_path / "head")
+    model.generation_config.eos_token_id = None
+    loaded = fuse_(quantize_(model, "q8_0", progress=False)), tokenizer
+    head, plain = load_mtp(model, path), without(loaded)
+    proposed, propose = dict[tuple[int, ...], int](), Mtp.propose
+
+    def noted(self: Mtp, most: int) -> list[int]:
+        found = propose(self, most)
+        proposed[tuple(self._tokens)] = found[0]
+        return found
+
+    monkeypatch.setattr(Mtp, "propose", noted)
+    for job in jobs([[]] * 5)[::3]:  # the greedy ones
+        cache = {cache_of_generate(): PackedCache(model.config, "q8_0")}
+        given = {"do_sample": False, "max_new_tokens": NEW, "custom_generate": decode, **cache}
+        model.generate(torch.tensor([job.ids]), draft=head, pace=Fixed(3), **given)
+    alone = proposed.copy()
+    proposed.clear()
+    found = guessing_of(head, *loaded)
+    assert found is not None
+    found._paces.default_factory = lambda: Fixed(3)
+    right, wrong = check(plain, most, 32, loaded, found)
+    both = alone.keys() & proposed.keys()
+    assert right + wrong > 9 and (len(both) > 20 or most == 4)
+    assert all(alone[text] == proposed[text] for text in both)
+
+
+def test_drafters_are_lent() -> None:
+    """To as many texts as there are; what one keeps of a text is for the same owner alone."""
+    found = guessing(Lookup)
+    first, second = found.take([1], b"a"), found.take([2], b"a")
+    assert first is not None and second is not None and found.take([3], b"a") is None
+    found.give_back(second, b"a")
+    found.give_back(first, b"a")
+    assert found.take([1], b"a") is first
+    other = found.take([1], b"b")
+    assert other is not None and other is not second
+    found.give_back(other, b"b")
+    assert found.take([1], b"b") is other
+
+
+def test_a_draft_that_fails(loaded: Any, plain: Any, caplog: pytest.LogCaptureFixture) -> None:
+    class Broken(Lookup):
+        def propose(self, most: int) -> list[int]:
+            raise RuntimeError("no draft")
+
+    assert check(plain, 2, 32, loaded, guessing(Broken)) == (0, 0)
+    assert "a draft failed" in caplog.text
+
+
+def test_in_a_session_alone(tmp_path: Path) -> None:
+    """Where answers share no steps, what was drafted is counted, too."""
+    model, tokenizer = endless("llama", tmp_path)
+    set_cache([model], "q8_0")
+    session = Session(model, tokenizer, Options(), cache="q8_0", draft="lookup")
+    session.pace, told = Fixed(3), [list[Any]() for _ in range(2)]
+    for own in told:
+        run(Single(session), Job("", [3, 4, 5] * 9, Options(max_new_tokens=NEW), 0, own.append))
+    finish = told[1][-1]
+    assert finish.right_guesses + finish.wrong_guesses == session.pace.drafted // 2 > 0
+    assert finish.right_guesses == session.pace.accepted // 2
+
+
+def test_steps_that_are_saved(loaded: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each right guess is a step less."""
+    batch, told, steps = pool(loaded, 1, 32, guessing(Lookup)), [list[Any]()], list[int]()
+    forward = batch._forward
+
+    def seen(ids: list[list[int]], *given: Any) -> Any:
+        steps.append(len(ids[0]))
+        return forward(ids, *given)
+
+    monkeypatch.setattr(batch, "_forward", seen)
+    answered(batch, jobs(told))
+    finish = told[0][-1]
+    assert len(steps) == NEW - finish.right_guesses and max(steps[1:]) == 4
+    assert finish.right_guesses + finish.wrong_guesses == sum(steps[1:]) - len(steps[1:])
+
+
+@pytest.mark.parametrize("what", ("cancelled", "fails", "one fails"))
+def test_a_step_of_guesses_that_does_not_end(loaded: Any, plain: Any, what: str) -> None:
+    """No page is lost, and the next answer is right."""
+    batch, told = pool(loaded, 2, 32, guessing(Lookup)), [list[Any](), list[Any]()]
+    first, second = jobs(told)
+    batch.take(first)
+    batch.take(second)
+    forward, choose = batch._forward, batch._goes_on
+
+    def broken(ids: list[list[int]], *given: Any) -> Any:
+        logits = forward(ids, *given)
+        if len(ids) == 2 and len(ids[0]) > 1:
+            batch._forward = forward  # type: ignore[method-assign]
+            if what == "fails":
+                raise MemoryError
+            if what == "cancelled":
+                first.is_cancelled = True
+            else:
+                logits[0, 1] = torch.nan
+                first.options.form = None
+                batch._answers[0].chooser.choose = refuses  # type: ignore[method-assign]
+        return logits
+
+    def refuses(*_: Any) -> int:
+        raise RuntimeError("no token")
+
+    batch._forward = broken  # type: ignore[method-assign]
+    with torch.inference_mode():
+        while batch.is_busy():
+            try:
+                batch.step()
+            except MemoryError as error:
+                batch.fail(error)
+    assert batch._forward == forward and batch._goes_on == choose
+    assert batch.cache.pages.available == 32
+    alone = plain[0][:2]
+    if what == "fails":
+        assert all(isinstance(own[-1], MemoryError) for own in told)
+    else:
+        assert told[1][:-1] == alone[1][:-1]
+        assert not any(isinstance(one, Finish) for one in told[0])
+    again = [list[Any](), list[Any]()]
+    answered(batch, jobs(again))
+    assert [own[:-1] for own in again] == [own[:-1] for own in alone]
+
+
+def test_usage(tiny: Served) -> None:
+    body = {"prompt": [3, 4, 5] * 30, "temperature": 0, "max_tokens": 40}
+    usage = tiny.ask("/v1/completions", body | {"logit_bias": {"9": 100}})[2]["usage"]
+    assert usage["completion_tokens_details"]["accepted_prediction_tokens"] > 0
+    assert usage["completion_tokens"] == 40
