@@ -81,10 +81,10 @@ struct Slots {
   static METAL_FUNC Slots of(AttentionOperands<T> in, constant KernelArgs& args, uint sequence) {
     return {in.pages + ulong(sequence) * (args.n / kPageSlots), args.k_per_part};
   }
-  static METAL_FUNC long place(Slots s, uint t) {
-    if ((fc_epilogue & kAttentionPages) == 0) return t;
-    const uint page = uint(clamp(s.pages[t / kPageSlots], 0L, long(s.count) - 1));
-    return long(page) * kPageSlots + t % kPageSlots;
+  // In pages. A clamp of the number's 64 bits took a tenth of the time of a query.
+  static METAL_FUNC uint place(Slots s, uint t) {
+    const uint page = min(uint(s.pages[t / kPageSlots]), s.count - 1);
+    return page * kPageSlots + t % kPageSlots;
   }
 };
 

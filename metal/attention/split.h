@@ -103,14 +103,27 @@ struct AttentionSplitOf {
     return query_row(args, at, min(r, rows_of_head(args) - 1));
   }
 
+  // Where the lane's slots of a step lie in pages.
+  struct Places {
+    uint at[kSlots];
+  };
+  static METAL_FUNC Places places(Walk w, int left) {
+    Places out;
+    MM_UNROLL
+    for (uint u = 0; u < kSlots; ++u) out.at[u] = Slots::place(w.slots, slot(w, left, u));
+    return out;
+  }
+
   // The slots of a step, whose first has its row `at`.
-  template <class Own>
-  static METAL_FUNC void fetch(Walk w, Row rows, Row at, long stride, int left,
+  template <class Own, bool kPaged>
+  static METAL_FUNC void fetch(Walk w, Row rows, Row at, long stride, int left, Places paged,
                                thread typename Own::Raw (&raw)[kSlots]) {
     MM_UNROLL
     for (uint u = 0; u < kSlots; ++u) {
-      if (kAhead || (fc_epilogue & kAttentionPages)) {
-        raw[u] = Own::fetch(rows + Slots::place(w.slots, slot(w, left, u)) * stride, 0, 0, w.piece);
+      if (kPaged) {
+        raw[u] = Own::fetch(rows + paged.at[u] * stride, 0, 0, w.piece);
+      } else if (kAhead) {
+        raw[u] = Own::fetch(rows + slot(w, left, u) * stride, 0, 0, w.piece);
       } else {
         raw[u] = Own::fetch(at, near_slot(w, left, u), uint(stride), w.piece);
       }
@@ -244,7 +257,8 @@ struct AttentionSplitOf {
     }
   }
 
-  // All slots of a simdgroup.
+  // All slots of a simdgroup. kPaged: where a step's slots lie is read once for keys and values.
+  template <bool kPaged>
   static METAL_FUNC void add(Walk w, constant KernelArgs& args, Scores row, Span span, uint sg,
                              thread const Pieces& q, thread Total& total, thread Pieces& sums) {
     const uint step = kSlots * w.groups, stride = G::kSimdgroups * step;
@@ -254,21 +268,29 @@ struct AttentionSplitOf {
     typename Values::Raw values[kSlots];
     Row keys_at = w.keys + t * w.key_stride, values_at = w.values + t * w.value_stride;
     int left = int(span.last - 1 - t);
-    if (kAhead) fetch<Keys>(w, w.keys, keys_at, w.key_stride, left, keys);
+    Places paged = {};
+    if (kPaged && kAhead) paged = places(w, left);
+    if (kAhead) fetch<Keys, kPaged>(w, w.keys, keys_at, w.key_stride, left, paged, keys);
     for (; left >= 0; left -= int(stride)) {
       float s[kSlots], own[2];
       if (kAhead) {
-        fetch<Values>(w, w.values, values_at, w.value_stride, left, values);
+        fetch<Values, kPaged>(w, w.values, values_at, w.value_stride, left, paged, values);
       } else {
-        fetch<Keys>(w, w.keys, keys_at, w.key_stride, left, keys);
+        if (kPaged) paged = places(w, left);
+        fetch<Keys, kPaged>(w, w.keys, keys_at, w.key_stride, left, paged, keys);
       }
       MM_UNROLL
       for (uint u = 0; u < kSlots; ++u) s[u] = multiply(w, keys[u], q);
       keys_at += stride * w.key_stride;
-      if (kAhead) fetch<Keys>(w, w.keys, keys_at, w.key_stride, left - int(stride), keys);
+      if (kAhead) {
+        if (kPaged) paged = places(w, left - int(stride));
+        fetch<Keys, kPaged>(w, w.keys, keys_at, w.key_stride, left - int(stride), paged, keys);
+      }
       add_up(s, own);
       weigh(w, args, row, left, own, total, sums);
-      if (!kAhead) fetch<Values>(w, w.values, values_at, w.value_stride, left, values);
+      if (!kAhead) {
+        fetch<Values, kPaged>(w, w.values, values_at, w.value_stride, left, paged, values);
+      }
       values_at += stride * w.value_stride;
       drop_behind(w, left, values);
       add_values(w, values, own, sums);
@@ -357,7 +379,11 @@ struct AttentionSplitOf {
     load_queries(in, args, w, r0, at, q);
     Total total = {-INFINITY, 0.0f};
     const Scores scores = Scores::of_row(in, args, filled, row_at(args, at, r0 + row_of(w.lane)));
-    add(w, args, scores, span, at.sg, q, total, sums);
+    if (fc_epilogue & kAttentionPages) {
+      add<true>(w, args, scores, span, at.sg, q, total, sums);
+    } else {
+      add<false>(w, args, scores, span, at.sg, q, total, sums);
+    }
     join_groups(w, total, sums);
     share(w, total, sums, floats, at.sg);
     store({y, in.sinks}, args, floats, r0, part, at);
