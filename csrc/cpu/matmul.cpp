@@ -27,9 +27,6 @@ constexpr int64_t kMaxBatchedRows = 24;
 constexpr int64_t kTaskRows = 48;
 constexpr int64_t kTaskColumns = 256;
 
-// Rows of W below which a second thread costs more than it brings: about 10 us of decoding.
-int64_t row_grain(int64_t k) { return std::max<int64_t>(1, (1 << 16) / std::max<int64_t>(k, 1)); }
-
 // A dot kernel and x [M, K] in the order that it takes, for the rows of kDotRows[index].
 struct Prepared {
   DotKernel kernel;
@@ -66,7 +63,7 @@ void dot_rows(const CodecKernels& codec, const Weight& w, const at::Tensor& x, a
   const float* packed = prepared.x;
   float* out = y.mutable_data_ptr<float>();
   const int64_t out_stride = y.stride(0);
-  parallel_for(0, n, row_grain(w.k), [&](int64_t first, int64_t last) {
+  over_rows(1, n, w.k, [&](int64_t, int64_t first, int64_t last) {
     if (rows == m) {
       kernel({w, first, last, packed, out + first, out_stride});
       return;
@@ -230,6 +227,29 @@ at::Tensor matmul(const at::Tensor& rows, const at::Tensor& w, const Format& for
   return y;
 }
 
+void row_products(const std::vector<RowProduct>& products, int64_t n, const Weight& w,
+                  const Format& format, Activations activations) {
+  if (activations != Activations::kExact && int8::has_codes(format)) {
+    return int8::row_products(products, n, w, format, activations);
+  }
+  const CodecKernels& codec = kernels_of(format);
+  std::vector<Prepared> prepared;
+  std::vector<size_t> own;  // of each product, of which neighbours may have one row of x
+  prepared.reserve(products.size());
+  for (const RowProduct& p : products) {
+    if (own.empty() || !p.x.is_same(products[own.size() - 1].x)) {
+      prepared.emplace_back(codec, p.x, 0, true);
+    }
+    own.push_back(prepared.size() - 1);
+  }
+  over_rows(products.size(), n, w.k, [&](int64_t i, int64_t first, int64_t last) {
+    Weight weight = w;
+    weight.data = products[i].rows;
+    const Prepared& x = prepared[own[i]];
+    x.kernel({weight, first, last, x.x, products[i].y + first, n});
+  });
+}
+
 at::Tensor decode_rows(const at::Tensor& w, const Format& format, int64_t k, int64_t first,
                        int64_t last) {
   at::Tensor out = at::empty({last - first, k}, w.options().dtype(at::kFloat));
@@ -237,7 +257,7 @@ at::Tensor decode_rows(const at::Tensor& w, const Format& format, int64_t k, int
   const Weight weight = make_weight(w, format, k);
   const DecodeKernel decode = kernels_of(format).decode;
   float* data = out.mutable_data_ptr<float>();
-  parallel_for(first, last, row_grain(k), [&](int64_t begin, int64_t end) {
+  parallel_for(first, last, weight_row_grain(k), [&](int64_t begin, int64_t end) {
     for (int64_t r = begin; r < end; ++r) decode(weight, r, 0, k, data + (r - first) * k);
   });
   return out;

@@ -5,6 +5,7 @@
 
 #include <optional>
 #include <string_view>
+#include <vector>
 
 #include "kernels.h"
 #include "ops/strategies.h"
@@ -49,6 +50,18 @@ void interleave(const float* x, int64_t x_stride, int64_t m, int64_t k, int64_t 
 at::Tensor matmul(const at::Tensor& rows, const at::Tensor& w, const Format& format,
                   at::ScalarType x_dtype, std::optional<Strategy> strategy = std::nullopt,
                   Activations activations = Activations::kExact);
+
+// A row of x [1, K], f32, its product with a matrix of packed rows, and where that goes: f32 [N].
+struct RowProduct {
+  at::Tensor x;
+  const uint8_t* rows;
+  float* y;
+};
+
+// Products of single rows with matrices of one format and size, which like `w` has: the bits of
+// matmul() of each, in one loop over the threads for all of them. N and K are not 0.
+void row_products(const std::vector<RowProduct>& products, int64_t n, const Weight& w,
+                  const Format& format, Activations activations);
 
 // y [M, N] = x [M, K] Wᵀ without tuned kernels, in f32; x as matmul() has rows.
 void gemm_naive(DecodeKernel decode, const Weight& w, const at::Tensor& x, at::Tensor y);

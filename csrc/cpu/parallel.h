@@ -2,10 +2,10 @@
 #pragma once
 
 #include <ATen/Parallel.h>
-#if defined(__APPLE__)
-#include <dispatch/dispatch.h>
 
 #include <algorithm>
+#if defined(__APPLE__)
+#include <dispatch/dispatch.h>
 #endif
 
 namespace metalmm::cpu {
@@ -30,6 +30,24 @@ void parallel_for(int64_t begin, int64_t end, int64_t grain, const F& f) {
 #else
   at::parallel_for(begin, end, grain, f);
 #endif
+}
+
+// Rows of W below which a second thread costs more than it brings: about 10 us of decoding.
+inline int64_t weight_row_grain(int64_t k) {
+  return std::max<int64_t>(1, (1 << 16) / std::max<int64_t>(k, 1));
+}
+
+// f(i, first, last) for ranges of the n rows of each of `count` matrices of K values a row: one
+// loop, whose threads meet once.
+template <class F>
+void over_rows(int64_t count, int64_t n, int64_t k, const F& f) {
+  parallel_for(0, count * n, weight_row_grain(k), [&](int64_t begin, int64_t end) {
+    for (int64_t at = begin; at < end;) {
+      const int64_t i = at / n, last = std::min(end, (i + 1) * n);
+      f(i, at - i * n, last - i * n);
+      at = last;
+    }
+  });
 }
 
 }  // namespace metalmm::cpu

@@ -19,11 +19,8 @@ constexpr int64_t kMaxBatchedRows = 8;
 constexpr int64_t kTaskRows = 48;
 constexpr int64_t kTaskColumns = 256;
 
-// Values that a thread decodes or rounds at least.
-constexpr int64_t kGrainValues = 1 << 16;
+// Values that a thread rounds at least.
 constexpr int64_t kGrainRounded = 1 << 14;
-
-int64_t row_grain(int64_t k) { return std::max<int64_t>(1, kGrainValues / k); }
 
 // Memory for vectors, uninitialised.
 class Aligned {
@@ -91,17 +88,25 @@ struct Product {
   float* y;
 };
 
+// A row of x [K] as gemv takes it.
+struct Rounded {
+  Aligned memory;
+  RoundedRow row;
+  Rounded(const float* x, int64_t k, int parts, const Kind& kind, const KindKernels& kernels)
+      : memory(RoundedRow::bytes(k, parts)), row(RoundedRow::in(memory.get(), k, parts)) {
+    parallel_for(0, k / kChunkValues, kGrainRounded / kChunkValues,
+                 [&](int64_t first, int64_t last) {
+                   kernels.round[parts - 1](x, first, last, kind.offset, row);
+                 });
+  }
+};
+
 void gemv(const Product& p, const at::Tensor& x) {
-  const int64_t k = p.w.k, chunks = k / kChunkValues;
-  const Aligned memory(RoundedRow::bytes(k, p.parts));
-  const RoundedRow row = RoundedRow::in(memory.get(), k, p.parts);
   for (int64_t m = 0; m < p.m; ++m) {
     const float* from = elements<float>(x) + m * x.stride(0);
-    parallel_for(0, chunks, kGrainRounded / kChunkValues, [&](int64_t first, int64_t last) {
-      p.kind.round[p.parts - 1](from, first, last, p.codec.kind.offset, row);
-    });
-    parallel_for(0, p.n, row_grain(k), [&](int64_t first, int64_t last) {
-      p.codec.gemv[p.parts - 1]({p.w, first, last, row, p.y + m * p.n + first});
+    const Rounded rounded(from, p.w.k, p.parts, p.codec.kind, p.kind);
+    over_rows(1, p.n, p.w.k, [&](int64_t, int64_t first, int64_t last) {
+      p.codec.gemv[p.parts - 1]({p.w, first, last, rounded.row, p.y + m * p.n + first});
     });
   }
 }
@@ -142,7 +147,7 @@ void gemv_batched(const Product& p, const at::Tensor& x) {
   for (int64_t i = 0; i < panels.count; i += most) {
     const int64_t count = std::min(most, panels.count - i);
     const Tile& tile = narrow ? p.kind.narrow : p.kind.batched[count - 1];
-    parallel_for(0, p.n, row_grain(p.w.k), [&](int64_t first, int64_t last) {
+    parallel_for(0, p.n, weight_row_grain(p.w.k), [&](int64_t first, int64_t last) {
       batched_rows(p, panels, tile, i, count, first, last);
     });
   }
@@ -212,6 +217,27 @@ void matmul(const Weight& w, const Format& format, Activations activations,
   } else {
     gemm(p, x);
   }
+}
+
+void row_products(const std::vector<RowProduct>& products, int64_t n, const Weight& w,
+                  const Format& format, Activations activations) {
+  const CodecKernels& codec = current_kernels().codec[static_cast<int>(format.codec)];
+  const KindKernels& kind = current_kernels().kind[codec.kind.index()];
+  const int parts = activations == Activations::kInt16 ? 2 : 1;
+  std::vector<Rounded> rounded;
+  rounded.reserve(products.size());
+  std::vector<RoundedRow> own;  // of each product, of which neighbours may have one row of x
+  for (const RowProduct& p : products) {
+    if (own.empty() || !p.x.is_same(products[own.size() - 1].x)) {
+      rounded.emplace_back(elements<float>(p.x), w.k, parts, codec.kind, kind);
+    }
+    own.push_back(rounded.back().row);
+  }
+  over_rows(products.size(), n, w.k, [&](int64_t i, int64_t first, int64_t last) {
+    Weight weight = w;
+    weight.data = products[i].rows;
+    codec.gemv[parts - 1]({weight, first, last, own[i], products[i].y + first});
+  });
 }
 
 }  // namespace metalmm::cpu::int8
