@@ -35,7 +35,13 @@ class Tables:
         if axes is not None and axes.device != positions.device:
             axes = self.axes = axes.to(positions.device)
         dtype = torch.float32 if self.keeps_float else dtype
-        return _rope_tables(positions, inv_freq, axes, **self.options, dtype=dtype)
+        if self.options["twice"] or torch.compiler.is_compiling():
+            return _rope_tables(positions, inv_freq, axes, **self.options, dtype=dtype)
+        wide = _rope_tables(
+            positions, inv_freq, axes, **self.options | {"twice": True}, dtype=dtype
+        )
+        cos, sin = (_half_of(t) for t in wide)
+        return cos, sin
 
 
 class FusedRotation(StandIn):
@@ -91,6 +97,23 @@ def is_plain(value: Any) -> bool:
     return value is None or isinstance(value, str | int | float) or callable(value)
 
 
+def _half_of(wide: Tensor) -> Tensor:
+    """The first half of rows that hold it twice, which knows them: see _twice."""
+    half: Any = wide[..., : wide.shape[-1] // 2]
+    half.held_twice = wide, _version(wide)
+    return half
+
+
+def _twice(t: Tensor) -> Tensor:
+    """Rows of t beside themselves: those that t is a view of, unless they were written since."""
+    wide, version = getattr(t, "held_twice", (None, None))
+    return torch.cat((t, t), -1) if wide is None or _version(wide) != version else wide
+
+
+def _version(t: Tensor) -> int | None:
+    return None if t.is_inference() else t._version
+
+
 def tables(angles: str, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
     """cos and sin as the op takes them."""
     if angles == "whole":
@@ -100,7 +123,7 @@ def tables(angles: str, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
     if angles == "back":
         return cos, -sin
     if angles == "twice":
-        return torch.cat((cos, cos), -1), torch.cat((sin, sin), -1)
+        return _twice(cos), _twice(sin)
     half = cos.shape[-1] // 2
     cos, sin = cos[..., :half], sin[..., :half]
     return cos.repeat_interleave(2, dim=-1), sin.repeat_interleave(2, dim=-1)

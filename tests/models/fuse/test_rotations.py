@@ -10,6 +10,7 @@ import pytest
 import torch
 from family_models import family_pair
 from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from bench.models.families import FAMILIES, family
 from torch_metalmm import unfuse_
@@ -130,6 +131,34 @@ def test_when_the_own_forward_computes(monkeypatch: pytest.MonkeyPatch) -> None:
     assert all(map(torch.equal, copied(x, where), rotation.module(x, where)))
     model = nn.ModuleList([rotation.module])
     assert rotations(model) and not rotations(unfuse_(model))
+
+
+class _Cats(TorchDispatchMode):
+    count = 0
+
+    def __torch_dispatch__(self, op: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.count += op._schema.name == "aten::cat"
+        return op(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("inference", [False, True])
+def test_angles_that_are_used_twice_are_made_twice(inference: bool) -> None:
+    """gpt_oss has F numbers for heads of 2 F: no copy is made of those that nobody wrote since."""
+    model = family("gpt_oss")
+    fuse_rotations(model)
+    [rotation] = rotations(model)
+    with torch.inference_mode(inference):
+        cos, sin = rotation.module(torch.zeros(1, 4, 8), places(1, 4))
+        beside = [t.repeat(1, 1, 2) for t in (cos, sin)]
+        with _Cats() as seen:
+            assert all(map(torch.equal, rotation_room.tables("twice", cos, sin), beside))
+            assert seen.count == 0
+            rotation_room.tables("twice", cos.clone(), sin)
+            assert seen.count == 1
+            if not inference:
+                cos.mul_(2)
+                got = rotation_room.tables("twice", cos, sin)
+                assert seen.count == 2 and torch.equal(got[0], 2 * beside[0])
 
 
 class Other(nn.Module):
