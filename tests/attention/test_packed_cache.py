@@ -308,6 +308,27 @@ def test_slots_are_advanced_once_for_all_layers() -> None:
     assert seen.count == 1 and int(cache.get_seq_length()) == 2
 
 
+def test_slots_are_parts_of_one_tensor_that_grows() -> None:
+    """No op makes the slots of a token. Numbers hold in any mode, also behind those first made."""
+    cache, (k, v) = PackedCache(config(num_hidden_layers=3), "q8_0"), rows(1, 1, 0)
+    with torch.inference_mode():
+        for layer in range(3):
+            cache.update(k, v, layer)
+        with _Additions() as seen:
+            for layer in (0, 1, 2) * 5:
+                cache.update(k, v, layer)
+    assert seen.count == 0
+    slots = cache.layers[0].slots
+    for first, count in ((6, 2), (4095, 0), (4095, 3), (9000, 16), (0, 1), (100_000, 1)):
+        for _ in range(2):
+            where, length = slots.of(first, count, torch.device("cpu"))
+            assert where.tolist() == [*range(first, first + count)] and length == first + count
+            assert where.dtype == length.dtype == torch.int64 and length.dim() == 0
+            assert not where.is_inference()
+    for other in (copy.deepcopy(cache), pickle.loads(pickle.dumps(cache))):
+        assert other.layers[0].slots.of(3, 2, torch.device("cpu"))[0].tolist() == [3, 4]
+
+
 @pytest.mark.parametrize("format", ["f16", "q8_0"])
 def test_keys_and_values_of_two_sizes(format: str) -> None:
     layer = PackedLayer(format)

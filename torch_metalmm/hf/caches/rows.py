@@ -20,6 +20,7 @@ _OWN = ("rows", "format", "dtype", "length", "shape", "device")
 # may be torch's, which has no such argument: they get slots that all hold rows.
 FEW_QUERIES = 16
 _MOST_HELD = 8  # kinds of layers, times two lengths of each
+_FIRST_NUMBERS = 4096
 
 
 def lasting() -> AbstractContextManager[Any]:
@@ -28,14 +29,16 @@ def lasting() -> AbstractContextManager[Any]:
 
 
 class Slots:
-    """Slots and lengths as tensors, made once for all layers of a cache that ask for the same.
+    """Slots and lengths as tensors, the same for all layers of a cache that ask for the same.
 
+    They are views of one tensor 0, 1, 2, ... of their device, which grows: a token makes none.
     While a step is recorded (hf/replay.py) those of its rows are `fixed`: memory that stays, which
     each replayed step fills.
     """
 
     def __init__(self) -> None:
         self._held: dict[Any, tuple[Tensor, Tensor]] = {}
+        self._numbers: dict[torch.device, Tensor] = {}
         self.fixed: Fixed | None = None
         self.expected = 0  # rows for which room is made at once
 
@@ -47,13 +50,14 @@ class Slots:
         window: of the layer that asks.
         """
         if torch.compiler.is_compiling():  # a graph that reads _held is one for one token
-            return self._made(first, count, device)
+            both = torch.arange(first, first + count + 1, device=device)
+            return both[:count], both[count]
         key = (first, count, device)
         if self.fixed is not None and (fixed := self.fixed.of(key, window)) is not None:
             return fixed
         found = self._held.get(key)
         if found is None:
-            found = self._made(first, count, device)
+            found = self._part(first, first + count, device)
             if len(self._held) >= _MOST_HELD:
                 self._held.clear()
             self._held[key] = found
@@ -63,13 +67,16 @@ class Slots:
         """That of rows [B, kv_heads, T, row] which are all filled."""
         return self.of(rows.shape[2], 0, rows.device)[1]
 
-    @staticmethod
-    def _made(first: int, count: int, device: torch.device) -> tuple[Tensor, Tensor]:
-        both = torch.arange(first, first + count + 1, device=device)
-        return both[:count], both[count]
+    def _part(self, first: int, end: int, device: torch.device) -> tuple[Tensor, Tensor]:
+        numbers = self._numbers.get(device)
+        if numbers is None or len(numbers) <= end:
+            with lasting():
+                numbers = torch.arange(max(_FIRST_NUMBERS, 2 * end), device=device)
+            self._numbers[device] = numbers
+        return numbers[first:end], numbers[end]
 
     def __getstate__(self) -> dict[str, Any]:
-        return {"_held": {}, "fixed": None, "expected": self.expected}
+        return {"_held": {}, "_numbers": {}, "fixed": None, "expected": self.expected}
 
 
 class Fixed:
