@@ -243,7 +243,9 @@ class FusedLayer(StandIn):
         return [t for t in found if t is not None]
 
     def _trained(self) -> bool:
-        return any(t.requires_grad for t in self._floats())
+        mixtures = (b.core for b in self.recipe.each() if isinstance(b.core, Mixture))
+        routers = (p for core in mixtures for p in core.router.module.parameters())
+        return any(t.requires_grad for t in (*self._floats(), *routers))
 
     def confirm(self, x: Tensor) -> None:
         """Both forms agree for x's dtype and for those that norms and biases have."""
