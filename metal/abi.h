@@ -19,7 +19,8 @@ struct KernelArgs {
   MM_I64 x_stride;   // row m of x, and of gate and up
   MM_I64 x2_stride;  // row m of x2: of add_rms_norm, a gate, v of rope, a mask, a of gated_delta,
                      // dt of ssm_scan
-  MM_I64 y_stride;   // row m of y and of c, of b of gated_delta, of a gate of ssm_scan
+  MM_I64 y_stride;   // row m of y and of c, of b of gated_delta, of a gate of ssm_scan; of route of
+                     // c alone
   MM_I64 w_stride;   // row n of weight; slot of keys of a cache
   MM_I64 w2_stride;  // row n of weight2; slot of values of a cache
   // Of keys and (2) of values of a cache, bytes; of x and x2 of rope_append, values. The mask of

@@ -223,17 +223,38 @@ at::Tensor expert_swiglu(const Engine& e, const args::expert_swiglu& a) {
   return shaped(o[kSlotY]).to(x.scalar_type());
 }
 
+namespace {
+
+// The logits of route: of all experts in slot x, of a shared one, f32, in slot c. A simdgroup a
+// token would read W slowly: its product is a pass of the whole device.
+void bind_logits(const Engine& e, const args::route& a, const RouteShape& shape, Operands& o) {
+  const at::Tensor x = as_rows(a.x, a.x.scalar_type());
+  o[kSlotX] = x;
+  o[kSlotC] = addend(a.shared, at::kFloat);
+  if (!shape.weight) return;
+  const auto logits = [&](const at::Tensor& weight, const WeightShape& of) {
+    return product(e, x, packed(weight, of), at::kFloat);
+  };
+  const OptionalTensor both = with_shared_row(a);
+  o[kSlotX] = logits(both.has_value() ? *both : *a.weight, *shape.weight);
+  if (both.has_value()) {
+    const int64_t n = o[kSlotX].size(1) - 1;
+    o[kSlotC] = o[kSlotX].narrow(1, n, 1);
+    o[kSlotX] = o[kSlotX].narrow(1, 0, n);
+  } else if (shape.shared_weight) {
+    o[kSlotC] = logits(*a.shared_weight, *shape.shared_weight);
+  }
+}
+
+}  // namespace
+
 std::tuple<at::Tensor, at::Tensor> route(const Engine& e, const args::route& a) {
   const RouteShape shape = check(a);
-  const auto f32 = [](const OptionalTensor& t) { return addend(t, at::kFloat); };
   Operands o;
-  // A simdgroup a token would read W slowly: its product is a pass of the whole device.
-  o[kSlotX] = as_rows(a.x, a.x.scalar_type());
-  if (shape.weight) o[kSlotX] = product(e, o[kSlotX], packed(*a.weight, *shape.weight), at::kFloat);
-  o[kSlotBias] = f32(a.bias);
-  o[kSlotX2] = f32(a.choice_bias);
-  o[kSlotC] = f32(a.shared);
-  const auto size = {a.x.size(0), a.top_k + a.shared.has_value()};
+  bind_logits(e, a, shape, o);
+  o[kSlotBias] = addend(a.bias, at::kFloat);
+  o[kSlotX2] = addend(a.choice_bias, at::kFloat);
+  const auto size = {a.x.size(0), shape.choices};
   o[kSlotY] = at::empty(size, a.x.options().dtype(at::kFloat));
   o[kSlotY2] = at::empty(size, a.x.options().dtype(at::kLong));
   Problem p;
@@ -243,6 +264,7 @@ std::tuple<at::Tensor, at::Tensor> route(const Engine& e, const args::route& a) 
   p.k = a.top_k;
   p.dtype = dtype_of(o[kSlotX].scalar_type());
   p.x_stride = row_stride(o[kSlotX]);
+  if (o[kSlotC].defined()) p.y_stride = row_stride(o[kSlotC]);
   p.alpha = static_cast<float>(a.scale);
   p.route = {a.groups,
              a.kept_groups,
@@ -251,7 +273,7 @@ std::tuple<at::Tensor, at::Tensor> route(const Engine& e, const args::route& a) 
              a.renormalise,
              a.bias.has_value(),
              a.choice_bias.has_value(),
-             a.shared.has_value()};
+             o[kSlotC].defined()};
   launch(e, p, o);
   return {o[kSlotY], o[kSlotY2]};
 }

@@ -119,7 +119,8 @@ Shape expert_swiglu(const args::expert_swiglu& a) {
 }
 
 std::tuple<Shape, Shape> route(const args::route& a) {
-  const Shape out{check(a).tokens, a.top_k + a.shared.has_value()};
+  const RouteShape shape = check(a);
+  const Shape out{shape.tokens, shape.choices};
   return {out, out};
 }
 

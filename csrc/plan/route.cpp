@@ -13,6 +13,7 @@ using G = RouteGeometry;
 KernelArgs args_of(const Problem& p) {
   KernelArgs a{};
   a.x_stride = or_packed(p.x_stride, p.n);
+  a.y_stride = or_packed(p.y_stride, 1);
   a.m = u32(p.m, "m");
   a.n = u32(p.n, "n");
   a.k = u32(p.k, "k");

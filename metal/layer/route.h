@@ -116,7 +116,7 @@ struct Route {
     uint width = args.k;
     if (fc_epilogue & kRouteShared) {
       if (at.lane == width) {
-        weight = sigmoid(from.shared[token]);
+        weight = sigmoid(from.shared[ulong(token) * args.y_stride]);
         id = args.n;
       }
       ++width;

@@ -240,6 +240,18 @@ def route(_: str, dtype: torch.dtype) -> Call:
     return Call(run, {"x": x, "bias": bias, "x2": choice, "c": shared}, problem)
 
 
+def route_of_rows(name: str, dtype: torch.dtype) -> Call:
+    """Three tokens, 2 of N - 1 experts: the row of a shared one is read with those of W."""
+    x, w = rows(3, K, dtype), packed(name)
+    product = {"m": 3, "n": N, "k": K, "format": name, "y_f32": True, **strides(x, w)}
+    shared = {"shared_weight": w[-1:], "shared_format": name}
+    run = lambda: ops.route(x, 2, w[:-1], None, name, **shared)  # noqa: E731
+    before = (Call(run, {"x": x, "weight": w}, product, y_values=3 * N),)
+    problem = {"op": "route", "m": 3, "n": N - 1, "k": 2, "route": {"shared": True}}
+    problem |= {"dtype": "f32", "x_stride": N, "y_stride": N}
+    return Call(run, {}, problem, before, gathered=("x", "c"))
+
+
 def attention(name: str, dtype: torch.dtype, queries: int, filled: bool = False) -> Call:
     """Two sequences, 4 heads of q for 2 of keys, a part of a larger cache; filled: no length."""
     name = name if name in stored() else "q8_0"
@@ -360,6 +372,7 @@ CALLS: dict[str, Callable[[str, torch.dtype], Call]] = {
     "rope_append": rope_append,
     "rope_tables": rope_tables,
     "route": route,
+    "route of rows": route_of_rows,
     "causal_conv": causal_conv,
     "gated_delta": gated_delta,
     "ssm_scan": ssm_scan,

@@ -124,7 +124,7 @@ def test_encoding(case: str, name: str) -> None:
         for i, (of, plan, one) in enumerate(steps):
             is_last = one is plan["passes"][-1]
             size = 4 if of.problem.get("y_f32") else y.element_size()
-            count = call.y_values or y.numel()
+            count = of.y_values or call.y_values or y.numel()
             values = count if of is call or of.problem.get("op") != "rms_norm" else 40 * K
             y_bytes = values * size if is_last else plan["workspace_bytes"]
             arranged = plan["arranged_bytes"]
@@ -158,7 +158,7 @@ def test_cases_reach_every_strategy() -> None:
     used = set()
     for case, make in CALLS.items():
         call = make("q4_0", torch.float16)
-        plan = _C.plan(**call.problem, dtype="f16", chip=CHIP, gpu={"cores": CORES})
+        plan = _C.plan(**{"dtype": "f16"} | call.problem, chip=CHIP, gpu={"cores": CORES})
         used |= set(strategies_used(plan))
         assert case not in STRATEGIES or case in used
     assert used == set(STRATEGIES)

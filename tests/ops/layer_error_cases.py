@@ -70,6 +70,20 @@ LAYER_CASES = {
     "route shared top_k": Case(
         route(shared=lambda t: t.c[:, :1], top_k=32), "top_k", "32", "1 to 31"
     ),
+    "route shared_weight": Case(
+        route(weight=lambda t: t.dense, shared_weight=lambda t: t.dense, groups=1, kept_groups=1),
+        *("shared_weight", "5", "1"),
+    ),
+    "route shared_weight format": Case(
+        route(
+            **{"weight": lambda t: t.dense, "shared_weight": lambda t: t.w, "groups": 1},
+            **{"kept_groups": 1, "shared_format": "q8_0"},
+        ),
+        *("shared_weight", r"\[5, 36\]", "q8_0|68"),
+    ),
+    "route shared_weight of logits": Case(
+        route(shared_weight=lambda t: t.dense[:1]), "shared_weight", "no weight", "logits"
+    ),
     "tables positions": Case(
         tables(positions=lambda t: t.ids.int()[None]), "positions", "int|Int", "int64"
     ),

@@ -67,6 +67,10 @@ def op_calls(dtype: torch.dtype) -> dict[str, Good]:
                 ops.route, x, 3, w, bias, "q4_0", choice_bias=bias.float(), scoring="sigmoid"
             ),
             "route, shared": good(ops.route, x, 2, shared=c[:, :1]),
+            "route, shared row": good(
+                *(ops.route, x, 2, w, None, "q4_0"),
+                **{"shared_weight": dense[:1], "shared_format": "f32"},
+            ),
             "hadamard": good(ops.hadamard, x3),
             "rope_tables": good(ops.rope_tables, ids, dense[0]),
             "rope_tables, all": good(

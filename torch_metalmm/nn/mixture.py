@@ -8,11 +8,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from .. import formats
 from .experts import DOWN, GATE, GATE_UP, UP
 from .fused import GatedMLP
 from .linear import QuantLinear
-from .router import Router
+from .router import Router, format_of, tensor_of
 
 _FEW = 16  # rows up to which experts and the shared one are read as one stack
 _MOST = 31  # choices of route beside a shared one
@@ -57,22 +56,33 @@ class Mixture:
         own = self.module._parameters | self.module._buffers
         given = () if self.given is None else (own[self.given],)
         added = None if residual is None else residual.reshape(rows.shape)
-        router, logit = self.router, None
-        if self.gate is not None:
-            of_gate = self.gate._parameters
-            weight = of_gate["weight"]
-            format = getattr(self.gate, "format", None) or formats.DTYPE_NAMES[weight.dtype]
-            logit = ops.linear(rows, weight, of_gate["bias"], format)
+        router = self.router
         stacks = None if rows.shape[0] > _FEW else self.stacks()
-        if stacks is not None:
-            of_shared = self._counts_whole(rows) if logit is None else logit
-            weights, ids = router.choose(router.module, rows, *given, shared=of_shared)
-        else:
-            weights, ids = router.choose(router.module, rows, *given)
-            if self.shared is not None:
-                added = self._shared(ops, rows, logit, added)
+        of_shared = {} if stacks is None else self._counted(ops, rows)
+        weights, ids = router.choose(router.module, rows, *given, **of_shared)
+        if stacks is None and self.shared is not None:
+            logit = None if self.gate is None else ops.linear(rows, *self._row())
+            added = self._shared(ops, rows, logit, added)
         y: Tensor = self.experts.mixed(rows, ids, weights, added, stacks)
         return y.view(x.shape)
+
+    def _row(self) -> tuple[Tensor, Tensor | None, str]:
+        """(weight, bias, format) of the gate."""
+        weight, bias = (self.gate._parameters[name] for name in ("weight", "bias"))
+        return weight, bias, format_of(self.gate, weight)
+
+    def _counted(self, ops: Any, rows: Tensor) -> dict[str, Any]:
+        """What route is to know of the shared expert: as what it counts.
+
+        Its product of the gate is exact, and has no bias.
+        """
+        if self.gate is None:
+            return {"shared": self._counts_whole(rows)}
+        weight, bias, format = self._row()
+        rounds = ops.activations is not None and isinstance(self.gate, QuantLinear)
+        if rounds or bias is not None:
+            return {"shared": ops.linear(rows, weight, bias, format)}
+        return {"shared_weight": weight, "shared_format": format}
 
     def _counts_whole(self, rows: Tensor) -> Tensor:
         """Logits whose sigmoid is 1, [rows, 1]."""
@@ -124,6 +134,7 @@ class Mixture:
 def join(r: Mixture) -> None:
     """Let the shared expert lie behind the others, where it is one of their kind: a copy.
 
+    Its gate then lies behind the router, if both are of one kind, too: route reads them as one.
     Names and shapes of all tensors stay: they are parts of one stack then.
     """
     e, mlp = r.experts, r.shared
@@ -146,6 +157,16 @@ def join(r: Mixture) -> None:
         of_experts.data = stack[: count * size].view(of_experts.shape)
         for weight, values in zip(own, stack[count * size :].chunk(len(own)), strict=True):
             weight.data = values.view(weight.shape)
+    if r.gate is not None:
+        _join_rows(*tensor_of(r.router.module, r.router.weight), r.gate)
+
+
+def _join_rows(router: nn.Module, table: Tensor, gate: Any) -> None:
+    row = gate._parameters["weight"]
+    kinds = [(format_of(m, t), t.dtype, t.device) for m, t in ((router, table), (gate, row))]
+    if kinds[0] == kinds[1]:
+        rows = torch.cat([table.detach(), row.detach()])
+        table.data, row.data = rows[:-1], rows[-1:]
 
 
 def _is_stack(parts: tuple[Tensor, ...]) -> bool:

@@ -39,18 +39,18 @@ class Router:
         return weights.to(x.dtype) if self.keeps_dtype else weights, ids
 
     def choose(
-        self, module: nn.Module, x: Tensor, *given: Tensor, shared: Tensor | None = None
+        self, module: nn.Module, x: Tensor, *given: Tensor, **shared: Any
     ) -> tuple[Tensor, Tensor]:
-        """The same, weights in f32. shared: as the op has it."""
+        """The same, weights in f32. shared: what the op has of a shared expert."""
         owner, weight = tensor_of(module, self.weight)
         bias = None if self.bias is None else tensor_of(module, self.bias)[1]
         choice: Tensor | None = None
         if self.choice_bias is not None:
             choice = tensor_of(module, self.choice_bias)[1] if self.choice_bias else given[0]
             choice = choice.flatten()
-        form = owner.format if isinstance(owner, Packed) else formats.DTYPE_NAMES[weight.dtype]
+        form = format_of(owner, weight)
         return _route(
-            x, self.top_k, weight, bias, form, choice_bias=choice, shared=shared, **self.options
+            x, self.top_k, weight, bias, form, choice_bias=choice, **shared, **self.options
         )
 
 
@@ -60,6 +60,11 @@ def tensor_of(module: nn.Module, name: str) -> tuple[nn.Module, Any]:
     owner = module.get_submodule(path)
     own = owner._parameters if last in owner._parameters else owner._buffers
     return owner, own[last]
+
+
+def format_of(owner: nn.Module, weight: Tensor) -> str:
+    """The format of a weight of this module: of a dense one that of its dtype."""
+    return owner.format if isinstance(owner, Packed) else formats.DTYPE_NAMES[weight.dtype]
 
 
 def _trained(*tensors: Tensor | None) -> bool:

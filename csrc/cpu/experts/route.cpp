@@ -55,22 +55,42 @@ std::vector<int64_t> experts_of(const args::route& a, const std::vector<float>& 
   return ids;
 }
 
+// The logits of all experts, which may be rows of a wider tensor, and those of a shared one.
+struct Logits {
+  at::Tensor routed;
+  OptionalTensor shared;
+};
+
+Logits logits_of(const args::route& a, const RouteShape& shape) {
+  const at::Tensor x = stored(a.x, at::kFloat);
+  if (!shape.weight) return {x, a.shared};
+  const auto product = [&](const at::Tensor& weight, Name format) {
+    return linear(args::linear{x, weight, std::nullopt, format});
+  };
+  if (const OptionalTensor both = with_shared_row(a)) {
+    const at::Tensor logits = product(*both, a.format);
+    const int64_t n = logits.size(1) - 1;
+    return {logits.narrow(1, 0, n), logits.narrow(1, n, 1)};
+  }
+  if (!shape.shared_weight) return {product(*a.weight, a.format), a.shared};
+  return {product(*a.weight, a.format), product(*a.shared_weight, a.shared_format)};
+}
+
 }  // namespace
 
 std::tuple<at::Tensor, at::Tensor> route(const args::route& a) {
   const RouteShape shape = check(a);
-  at::Tensor logits = stored(a.x, at::kFloat);
-  if (shape.weight) logits = linear(args::linear{logits, *a.weight, std::nullopt, a.format});
+  const auto [logits, shared] = logits_of(a, shape);
   if (a.bias.has_value()) logits.add_(a.bias->to(at::kFloat));
   const OptionalTensor& given = a.choice_bias;
   const at::Tensor offsets = given.has_value() ? given->to(at::kFloat).contiguous() : at::Tensor();
   const float* offset = given.has_value() ? elements<float>(offsets) : nullptr;
   const int64_t tokens = logits.size(0), n = logits.size(1), k = a.top_k;
-  const int64_t width = k + a.shared.has_value();
+  const int64_t width = shape.choices, stride = logits.stride(0);
   at::Tensor weights = at::empty({tokens, width}, logits.options());
   at::Tensor ids = at::empty({tokens, width}, logits.options().dtype(at::kLong));
-  if (a.shared.has_value()) {
-    weights.narrow(1, k, 1).copy_(a.shared->to(at::kFloat).sigmoid());
+  if (shared.has_value()) {
+    weights.narrow(1, k, 1).copy_(shared->to(at::kFloat).sigmoid());
     ids.narrow(1, k, 1).fill_(n);
   }
   float *rows = logits.mutable_data_ptr<float>(), *w = weights.mutable_data_ptr<float>();
@@ -80,7 +100,7 @@ std::tuple<at::Tensor, at::Tensor> route(const args::route& a) {
   parallel_for(0, tokens, std::max<int64_t>(1, 2048 / n), [&](int64_t begin, int64_t end) {
     std::vector<float> keys(n);
     for (int64_t t = begin; t < end; ++t) {
-      float* row = rows + t * n;
+      float* row = rows + t * stride;
       if (by_logits) std::copy(row, row + n, keys.begin());
       score(row, n, shape.is_sigmoid);
       for (int64_t e = 0; e < n; ++e) {

@@ -105,7 +105,11 @@ std::tuple<Tensor, Tensor> recorded(const args::route& a) {
   Tensor weights = scores.gather(1, ids.narrow(1, 0, a.top_k));
   if (a.renormalise) weights = weights / (weights.sum(-1, true) + kRouteLeast);
   weights = weights * a.scale;
-  if (a.shared.has_value()) weights = at::cat({weights, a.shared->to(at::kFloat).sigmoid()}, 1);
+  OptionalTensor shared = a.shared;
+  if (a.shared_weight.has_value()) {
+    shared = call(args::linear{a.x.to(at::kFloat), *a.shared_weight, {}, a.shared_format});
+  }
+  if (shared.has_value()) weights = at::cat({weights, shared->to(at::kFloat).sigmoid()}, 1);
   return {stored(weights, at::kFloat), ids};
 }
 

@@ -94,7 +94,8 @@ RouteShape check(const args::route& a) {
   const c10::SymInt last = check_rows("x", a.x);
   TORCH_CHECK_VALUE(a.x.dim() == 2, "x: shape ", a.x.sym_sizes(), "; must be [T, ",
                     a.weight.has_value() ? "K]" : "E]");
-  RouteShape out{a.x.sym_size(0), last, std::nullopt, false};
+  const bool has_shared = a.shared.has_value() || a.shared_weight.has_value();
+  RouteShape out{a.x.sym_size(0), last, {}, {}, false, a.top_k + has_shared};
   if (a.weight.has_value()) {
     out.weight.emplace(check_weight("weight", *a.weight, a.format, last, a.x));
     out.experts = out.weight->n;
@@ -105,6 +106,15 @@ RouteShape check(const args::route& a) {
   check_addend("bias", a.bias, {out.experts}, a.x);
   check_addend("choice_bias", a.choice_bias, {out.experts}, a.x);
   check_addend("shared", a.shared, {out.tokens, 1}, a.x);
+  if (a.shared_weight.has_value()) {
+    TORCH_CHECK_VALUE(a.weight.has_value() && !a.shared.has_value(), "shared_weight: given, ",
+                      a.shared.has_value() ? "and shared, the logits that it makes, too"
+                                           : "but no weight; x are logits then");
+    out.shared_weight.emplace(
+        check_weight("shared_weight", *a.shared_weight, a.shared_format, last, a.x));
+    TORCH_CHECK_VALUE(out.shared_weight->n == 1, "shared_weight: ", out.shared_weight->n,
+                      " rows; must be 1");
+  }
   check_f32("scale", a.scale);
   const c10::SymInt& e = out.experts;
   TORCH_CHECK_VALUE(a.groups >= 1 && a.groups <= kMostRouted && e % a.groups == 0,
@@ -116,10 +126,20 @@ RouteShape check(const args::route& a) {
                     "group_best: ", a.group_best, "; must be 1, or 2 of groups of ", e / a.groups,
                     " experts where they have 2");
   const c10::SymInt from = e / a.groups * a.kept_groups;
-  const int64_t most = kMostRouted - a.shared.has_value();
+  const int64_t most = kMostRouted - has_shared;
   TORCH_CHECK_VALUE(a.top_k >= 1 && a.top_k <= most && from >= a.top_k, "top_k: ", a.top_k,
                     "; must be 1 to ", most, ", of ", from, " experts");
   return out;
+}
+
+OptionalTensor with_shared_row(const args::route& a) {
+  if (!a.shared_weight.has_value() || a.format != a.shared_format) return std::nullopt;
+  const at::Tensor &w = *a.weight, &row = *a.shared_weight;
+  const bool is_behind = w.scalar_type() == row.scalar_type() && w.is_contiguous() &&
+                         row.is_contiguous() && w.storage().is_alias_of(row.storage()) &&
+                         row.storage_offset() == w.storage_offset() + w.numel();
+  if (!is_behind) return std::nullopt;
+  return w.as_strided({w.size(0) + 1, w.size(1)}, {w.size(1), 1});
 }
 
 ExpertShape check(const args::expert_input_grad& a) {

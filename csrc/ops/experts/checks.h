@@ -27,12 +27,16 @@ GatedShape check(const args::expert_swiglu& a);
 // grad [T, C, N]
 ExpertShape check(const args::expert_input_grad& a);
 
-// Tokens and experts of route, the weight of its product where it has one.
+// Tokens and experts of route, the weights of its products where it has any.
 struct RouteShape {
   c10::SymInt tokens, experts;
-  std::optional<WeightShape> weight;
+  std::optional<WeightShape> weight, shared_weight;
   bool is_sigmoid;
+  int64_t choices;  // of a token, the shared expert among them
 };
 RouteShape check(const args::route& a);
+
+// The weight of route and behind it the shared expert's row, a view, where it lies there.
+OptionalTensor with_shared_row(const args::route& a);
 
 }  // namespace metalmm

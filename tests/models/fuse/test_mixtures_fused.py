@@ -15,7 +15,8 @@ from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from bench.models.families import family, fused_family
-from torch_metalmm import fuse_, load_gguf, unfuse_
+from bench.models.op_counts import Calls
+from torch_metalmm import activations_, fuse_, load_gguf, unfuse_
 from torch_metalmm.models.fuse.layers import fused_layer
 from torch_metalmm.nn.experts import QuantExperts
 from torch_metalmm.nn.mixture import Mixture
@@ -124,25 +125,99 @@ def test_what_changes_after_fuse_() -> None:
     assert_near(logits(biased, 3), logits(model, 3))
 
 
-@pytest.mark.parametrize("trained", [False, True])
-def test_a_shared_gate_that_is_not_packed(trained: bool) -> None:
-    """As of GGUF files and recipes. Its gradient is the class's own forward's."""
+# Plain products of a token's layers: the output of linear attention, and none.
+PRODUCTS = [1, 0]
+
+
+def gated() -> Any:
+    """A model whose shared gates are not packed, as of GGUF files and recipes."""
     model = family("qwen3_5_moe_text")
     for layer in model.model.layers:
         packed = layer.mlp.shared_expert_gate
         gate = nn.Linear(packed.in_features, 1, bias=False)
         gate.weight = nn.Parameter(packed.dequantize(), requires_grad=False)
         layer.mlp.shared_expert_gate = gate
+    return model
+
+
+def products(model: Any) -> list[int]:
+    """How many plain products each layer calls for a token."""
+    calls = Calls()
+    calls.watch(model.get_decoder().layers)
+    with calls:
+        logits(model, 1)
+    calls.unwatch()
+    return [ours.count("linear") for ours, _ in calls.of_layers]
+
+
+def lies_behind(table: Tensor, row: Tensor) -> bool:
+    return row.data_ptr() == table.data_ptr() + table.nbytes
+
+
+def test_route_computes_the_product_of_a_shared_gate(tmp_path: Path) -> None:
+    """Of the router's dtype it lies behind it in memory, which nobody else notices."""
+    model = gated()
+    fused, want = fused_family(model), model.state_dict()
+    mlp = fused.model.layers[0].mlp
+    assert lies_behind(mlp.gate.weight, mlp.shared_expert_gate.weight)
+    assert products(fused) == PRODUCTS
+    for length in (1, 16, 17):
+        assert_near(logits(fused, length), logits(model, length))
+    state = fused.state_dict()
+    assert [*state] == [*want] and all(torch.equal(t, want[n]) for n, t in state.items())
+    fused.save_pretrained(tmp_path)
+    saved = load_file(tmp_path / "model.safetensors")
+    assert all(torch.equal(saved[n], want[n]) for n in want if "gate.weight" in n)
+    with torch.no_grad():
+        for m in (model, fused):
+            mlp = m.model.layers[0].mlp
+            mlp.gate.weight.mul_(0.5)
+            mlp.shared_expert_gate.weight.mul_(-3)
+    assert_near(logits(fused, 3), logits(model, 3))
+    assert products(fused) == PRODUCTS
+    fused.load_state_dict({n: t.clone() for n, t in model.state_dict().items()}, assign=True)
+    assert_near(logits(fused, 3), logits(model, 3))
+    assert_near(logits(unfuse_(fused), 3), logits(model, 3))
+
+
+def test_a_shared_gate_unlike_the_router() -> None:
+    """Packed: route reads both where they are. Rounded activations, and a bias, take a product."""
+    model = family("qwen3_5_moe_text")
+    fused = fused_family(model)
+    mlp = fused.model.layers[0].mlp
+    assert not lies_behind(mlp.gate.weight, mlp.shared_expert_gate.weight)
+    assert products(fused) == PRODUCTS
+    assert_near(logits(fused, 3), logits(model, 3))
+    for m in (model, fused):
+        gate = m.model.layers[0].mlp.shared_expert_gate
+        gate.bias = nn.Parameter(torch.ones(1), requires_grad=False)
+    assert products(fused) == [PRODUCTS[0] + 1, PRODUCTS[1]]
+    assert_near(logits(fused, 3), logits(model, 3))
+    activations_(fused, "int8")
+    assert products(fused) == [n + 1 for n in PRODUCTS]
+
+
+@pytest.mark.parametrize("trained", [(), ("gate",), ("shared_expert_gate",)])
+def test_trained_gates(trained: tuple[str, ...]) -> None:
+    """The gradient of a router or a gate alone is the class's own forward's."""
+    model = gated()
     fused = fused_family(model)
     assert len(mixtures(fused)) == 2 and all(m.stacks() is not None for m in mixtures(fused))
     for length in (3, 40):
         assert_near(logits(fused, length), logits(model, length))
-    gate = fused.model.layers[0].mlp.shared_expert_gate
-    for parameter in fused.parameters():
-        parameter.requires_grad = False
-    gate.weight.requires_grad = trained
-    out = fused(torch.arange(5)[None] + 5, use_cache=False).logits
-    assert out.requires_grad == trained
+    grads: list[Tensor] = []
+    for m in (model, fused):
+        for parameter in m.parameters():
+            parameter.requires_grad = False
+        weights = [m.model.layers[0].mlp.get_submodule(name).weight for name in trained]
+        for weight in weights:
+            weight.requires_grad = True
+        out = m(torch.arange(5)[None] + 5, use_cache=False).logits
+        assert out.requires_grad == bool(trained)
+        grads += torch.autograd.grad(out.square().sum(), weights) if trained else []
+    if trained:
+        assert grads[0].abs().max() > 0
+        assert_near(*grads)
 
 
 def test_the_layers_of_gguf_files(tmp_path: Path) -> None:

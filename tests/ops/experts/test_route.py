@@ -7,10 +7,12 @@ from typing import Any
 import pytest
 import torch
 from backends import Backend, leaf
-from inputs import activations
-from oracle import DTYPES, Value, check, gamma
+from inputs import activations, packed_weight
+from oracle import DTYPES, Value, check, gamma, linear_apart, spec
 from recurrent_oracle import exp, summed
 from torch import Tensor
+
+from torch_metalmm.formats import DTYPE_NAMES
 
 ops = torch.ops.metalmm
 pytestmark = pytest.mark.schedules
@@ -105,8 +107,7 @@ def test_route_with_its_product(tokens: int, dtype: torch.dtype, backend: Backen
     w = activations(16, 96, dtype=dtype, seed="w")
     given = {"scoring": "sigmoid", "renormalise": True}
     want, ids = route64(Value.of(x).dot(w), 4, given)
-    name = {torch.float32: "f32", torch.float16: "f16", torch.bfloat16: "bf16"}[dtype]
-    weights, got = ops.route(backend.put(x), 4, backend.put(w), format=name, **given)
+    weights, got = ops.route(backend.put(x), 4, backend.put(w), format=DTYPE_NAMES[dtype], **given)
     assert torch.equal(got.cpu(), ids)
     check(weights, want, str(tokens))
 
@@ -125,6 +126,62 @@ def test_route_with_a_shared_expert(backend: Backend) -> None:
         ops.route(backend.put(x), 4, shared=own, **given)[0][:, 4].sum().backward()
         slope = factor * (1 - factor)
         assert (own.grad.cpu().double() - slope).abs().max() <= gamma(16)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("tokens", [1, 3, 40])
+def test_route_with_the_row_of_a_shared_expert(
+    tokens: int, dtype: torch.dtype, backend: Backend
+) -> None:
+    """Behind W, with which it is read, before it, elsewhere, and in a format of its own."""
+    x = activations(tokens, 96, dtype=dtype, seed=tokens)
+    both = backend.put(activations(18, 96, dtype=dtype, seed="w"))
+    w, name = both[1:17], DTYPE_NAMES[dtype]
+    given = {"scoring": "sigmoid", "renormalise": True, "format": name}
+    want, ids = route64(Value.of(x).dot(w.cpu()), 4, given)
+    rows = [(row, name, Value.of(x).dot(row.cpu())) for row in (both[17:], both[:1])]
+    rows.append((rows[0][0].clone(), *rows[0][1:]))
+    if dtype == torch.float32:
+        packed = packed_weight("q8_0", 1, 96, "row")
+        rows.append((backend.put(packed), "q8_0", linear_apart(x, "q8_0", packed)))
+    for i, (row, form, logit) in enumerate(rows):
+        weights, got = ops.route(
+            backend.put(x), 4, w, **given, shared_weight=row, shared_format=form
+        )
+        assert torch.equal(got[:, :4].cpu(), ids) and (got[:, 4:] == 16).all()
+        check(weights[:, :4], want, f"{i}")
+        factor = Value(logit.exact.sigmoid(), logit.error / 4).rounded(5)
+        check(weights[:, 4:], factor, f"shared {i}")
+        nothing = ops.route(
+            backend.put(x[:0]), 4, w, **given, shared_weight=row, shared_format=form
+        )
+        assert [t.shape for t in nothing] == [(0, 5)] * 2
+
+
+@pytest.mark.parametrize("row", ["q4_0", "iq4_nl"])
+def test_packed_rows_of_a_shared_expert_and_their_gradient(row: str, backend: Backend) -> None:
+    """Of one memory with W, as of MLX checkpoints, also where as many bytes are another format."""
+    x, packed = activations(3, 96, seed="x") / 4, packed_weight("q4_0", 9, 96, "all")
+    both, w = backend.put(packed), spec("q4_0", packed[:8], 96)
+    own = spec(row, packed[8:], 96)
+    given = {"format": "q4_0", "shared_weight": both[8:], "shared_format": row}
+    logits = linear_apart(x, "q4_0", packed[:8])
+    logit = linear_apart(x, row, packed[8:]) if row == "q4_0" else Value.of(x).dot(own, 96 + 8)
+    want, ids = route64(logits, 2, given)
+    factor = Value(logit.exact.sigmoid(), logit.error / 4).rounded(5)
+    moved = leaf(x, backend)
+    weights, got = ops.route(moved, 2, both[:8], **given)
+    assert torch.equal(got[:, :2].cpu(), ids)
+    check(weights[:, :2].detach(), want, "routed")
+    check(weights[:, 2:].detach(), factor, "shared")
+    x64 = x.double().requires_grad_()
+    scores = (x64 @ w.double().T).softmax(-1).gather(1, ids)
+    made = torch.cat([scores, (x64 @ own.double().T).sigmoid()], 1)
+    grads = [
+        torch.autograd.grad((t * torch.arange(1.0, 4.0).to(t)).sum(), of)[0].cpu().double()
+        for t, of in ((weights, moved), (made, x64))
+    ]
+    assert (grads[0] - grads[1]).norm() <= gamma(4 * 96) * grads[1].norm() * 9
 
 
 def test_equals_nan_and_far_out(backend: Backend) -> None:
