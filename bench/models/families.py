@@ -103,6 +103,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "afmoe": _EXPERTS | {"num_shared_experts": 1},
     "qwen3_5_text": LINEAR,
     "qwen3_5_moe_text": LINEAR | _SHARED,
+    "qwen2_moe": _SHARED | {"shared_expert_intermediate_size": 128},
     "qwen3_next": LINEAR | _SHARED | {"mlp_only_layers": []},
     "lfm2": {"layer_types": ["conv", "full_attention"]},
     "granitemoehybrid": _MAMBA

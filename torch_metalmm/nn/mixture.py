@@ -8,10 +8,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from .exact import as_one_row
 from .experts import DOWN, GATE, GATE_UP, UP
 from .fused import GatedMLP
 from .linear import QuantLinear
 from .router import Router, format_of, tensor_of
+
+_expert_linear = torch.ops.metalmm.expert_linear.default
 
 _FEW = 16  # rows up to which experts and the shared one are read as one stack
 _MOST = 31  # choices of route beside a shared one
@@ -36,9 +39,15 @@ class Mixture:
     _key: tuple[int, ...] = field(default=(), compare=False, repr=False)  # addresses, of
     _stacked: bool = field(default=False, compare=False, repr=False)
     _whole: Tensor | None = field(default=None, compare=False, repr=False)
+    _first: Tensor | None = field(default=None, compare=False, repr=False)
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "_key": (), "_whole": None}  # another model's memory is another
+        return {
+            **self.__dict__,
+            "_key": (),
+            "_whole": None,
+            "_first": None,
+        }  # another model's memory is another
 
     def linears(self) -> list[Any]:
         """The linear layers that our ops compute."""
@@ -58,9 +67,13 @@ class Mixture:
         added = None if residual is None else residual.reshape(rows.shape)
         router = self.router
         stacks = None if rows.shape[0] > _FEW else self.stacks()
-        of_shared = {} if stacks is None else self._counted(ops, rows)
+        is_apart = stacks is None and self._is_scored(rows)
+        of_shared = {} if stacks is None and not is_apart else self._counted(ops, rows)
         weights, ids = router.choose(router.module, rows, *given, **of_shared)
-        if stacks is None and self.shared is not None:
+        if is_apart:
+            added = self._scored(ops, rows, weights[:, -1:], added)
+            weights, ids = weights[:, :-1], ids[:, :-1]
+        elif stacks is None and self.shared is not None:
             logit = None if self.gate is None else ops.linear(rows, *self._row())
             added = self._shared(ops, rows, logit, added)
         y: Tensor = self.experts.mixed(rows, ids, weights, added, stacks)
@@ -91,10 +104,37 @@ class Mixture:
             held = self._whole = rows.new_full((_FEW, 1), _SURE)
         return held[: rows.shape[0]]
 
-    def _shared(self, ops: Any, rows: Tensor, logit: Tensor | None, added: Tensor | None) -> Tensor:
+    def _is_scored(self, rows: Tensor) -> bool:
+        """Whether route weights a shared expert that is no part of the stack: of one row alone.
+
+        The op on experts, which multiplies by a score, gathers more rows into tiles.
+        """
+        if self.gate is None or self.router.top_k > _MOST or torch.compiler.is_compiling():
+            return False
+        down: Any = self.shared.layers()[2]  # type: ignore[union-attr]
+        return as_one_row(rows) and down._parameters["bias"] is None
+
+    def _scored(self, ops: Any, rows: Tensor, score: Tensor, added: Tensor | None) -> Tensor:
+        """The shared MLP of rows times score [rows, 1], as an expert of one, and what is added."""
+        h, down = self._inner(ops, rows)
+        held = self._first
+        if held is None or held.device != rows.device:
+            held = self._first = rows.new_zeros(_FEW, 1, dtype=torch.int64)
+        kind = {"activations": ops.activations} if ops.activations else {}
+        stack, ids = down._parameters["weight"][None], held[: rows.shape[0]]
+        given = (h[:, None], stack, ids, None, down.format, score)
+        y: Tensor = _expert_linear(*given, residual=added, **kind)
+        return y
+
+    def _inner(self, ops: Any, rows: Tensor) -> tuple[Tensor, Any]:
+        """What the shared MLP's down is given, and down itself."""
         mlp: Any = self.shared
         gate, up, down = mlp.layers()
-        h = ops.swiglu(rows, *mlp.weights(gate, up), gate.format, up.format, mlp.activation)
+        given = (*mlp.weights(gate, up), gate.format, up.format, mlp.activation)
+        return ops.swiglu(rows, *given), down
+
+    def _shared(self, ops: Any, rows: Tensor, logit: Tensor | None, added: Tensor | None) -> Tensor:
+        h, down = self._inner(ops, rows)
         weight, bias = down._parameters["weight"], down._parameters["bias"]
         if logit is None:
             return ops.linear(h, weight, bias, down.format, None, added)
@@ -134,13 +174,15 @@ class Mixture:
 def join(r: Mixture) -> None:
     """Let the shared expert lie behind the others, where it is one of their kind: a copy.
 
-    Its gate then lies behind the router, if both are of one kind, too: route reads them as one.
+    Its gate lies behind the router, where both are of one kind: route reads them as one.
     Names and shapes of all tensors stay: they are parts of one stack then.
     """
     e, mlp = r.experts, r.shared
-    if mlp is None or not e.is_gated or mlp.roles.up is None:
+    if mlp is None or r.router.top_k > _MOST:
         return
-    if r.router.top_k > _MOST:
+    if r.gate is not None:
+        _join_rows(*tensor_of(r.router.module, r.router.weight), r.gate)
+    if not e.is_gated or mlp.roles.up is None:
         return
     gate, up, down = mlp.layers()
     kinds = {gate.format, up.format} == {e.formats.get(GATE_UP, e.formats.get(GATE))}
@@ -157,8 +199,6 @@ def join(r: Mixture) -> None:
         of_experts.data = stack[: count * size].view(of_experts.shape)
         for weight, values in zip(own, stack[count * size :].chunk(len(own)), strict=True):
             weight.data = values.view(weight.shape)
-    if r.gate is not None:
-        _join_rows(*tensor_of(r.router.module, r.router.weight), r.gate)
 
 
 def _join_rows(router: nn.Module, table: Tensor, gate: Any) -> None:

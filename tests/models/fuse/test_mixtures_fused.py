@@ -89,15 +89,26 @@ def test_the_shared_expert_behind_the_others(
 
 
 def test_a_shared_expert_of_another_size_stays_apart() -> None:
-    for kind, options in (
-        ("qwen3_next", {"shared_expert_intermediate_size": 128}),
-        ("glm4_moe", {"n_shared_experts": 2}),
+    """Of one row route says what it counts; of several, or where down has a bias, torch does."""
+    for kind, options, count in (
+        ("qwen2_moe", {}, [1, 1]),
+        ("qwen3_next", {"shared_expert_intermediate_size": 128}, PRODUCTS),
+        ("glm4_moe", {"n_shared_experts": 2}, [2, 2]),
     ):
         model = family(kind, **options)
         fused = fused_family(model)
         found = mixtures(fused)
         assert len(found) == 2 and all(m.stacks() is None for m in found)
-        assert_near(logits(fused, 3), logits(model, 3))
+        assert products(fused) == count
+        for length in (1, 3, 17):
+            assert_near(logits(fused, length), logits(model, length))
+        if kind == "glm4_moe":
+            continue
+        for m in (model, fused):
+            down = m.model.layers[0].mlp.shared_expert.down_proj
+            down.bias = torch.nn.Parameter(torch.ones(down.out_features), requires_grad=False)
+        assert products(fused) == [count[0] + 2, count[1]]
+        assert_near(logits(fused, 1), logits(model, 1))
 
 
 def test_more_choices_than_route_has_beside_a_shared_expert() -> None:
@@ -129,9 +140,9 @@ def test_what_changes_after_fuse_() -> None:
 PRODUCTS = [1, 0]
 
 
-def gated() -> Any:
+def gated(kind: str = "qwen3_5_moe_text") -> Any:
     """A model whose shared gates are not packed, as of GGUF files and recipes."""
-    model = family("qwen3_5_moe_text")
+    model = family(kind)
     for layer in model.model.layers:
         packed = layer.mlp.shared_expert_gate
         gate = nn.Linear(packed.in_features, 1, bias=False)
@@ -178,6 +189,15 @@ def test_route_computes_the_product_of_a_shared_gate(tmp_path: Path) -> None:
     fused.load_state_dict({n: t.clone() for n, t in model.state_dict().items()}, assign=True)
     assert_near(logits(fused, 3), logits(model, 3))
     assert_near(logits(unfuse_(fused), 3), logits(model, 3))
+
+
+def test_the_gate_of_a_shared_expert_that_is_apart() -> None:
+    model = gated("qwen2_moe")
+    fused = fused_family(model)
+    mlp = fused.model.layers[0].mlp
+    assert lies_behind(mlp.gate.weight, mlp.shared_expert_gate.weight)
+    for length in (1, 3):
+        assert_near(logits(fused, length), logits(model, length))
 
 
 def test_a_shared_gate_unlike_the_router() -> None:
