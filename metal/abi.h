@@ -154,7 +154,16 @@ enum ExpertBits : MM_U32 {
 
 // silu: x / (1 + exp(-x)); gelu: x Phi(x); gelu_tanh: gelu by a tanh; relu2: max(x, 0) squared;
 // sigmoid: 1 / (1 + exp(-x))
-enum class Activation : MM_U32 { kSilu, kGelu, kGeluTanh, kRelu2, kSigmoid };
+// X(value, name in ops, which a function of layer/activation.h has).
+#define MM_ACTIVATIONS(X) \
+  X(kSilu, silu)          \
+  X(kGelu, gelu)          \
+  X(kGeluTanh, gelu_tanh) \
+  X(kRelu2, relu2)        \
+  X(kSigmoid, sigmoid)
+#define MM_VALUE(value, name) value,
+enum class Activation : MM_U32 { MM_ACTIVATIONS(MM_VALUE) };
+#undef MM_VALUE
 
 enum ActMulBits : MM_U32 {
   kActMulRounded = 1  // gate and up are of y's dtype, else f32

@@ -119,8 +119,9 @@ bool has_half_keys(const Format& keys, const Format& values);
 const char* to_string(StrategyId s);
 const char* to_string(Op op);
 
-constexpr const char* kActivations[] = {"silu", "gelu", "gelu_tanh", "relu2",
-                                        "sigmoid"};  // as Activation
+#define MM_NAME(value, name) #name,
+constexpr const char* kActivations[] = {MM_ACTIVATIONS(MM_NAME)};  // as Activation
+#undef MM_NAME
 
 // Name to value. Throw std::invalid_argument that lists the names.
 StrategyId strategy_by_name(std::string_view name);

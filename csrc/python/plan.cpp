@@ -194,6 +194,10 @@ using namespace py::literals;
 void bind_chips(py::module_& m) {
   m.attr("CUDA") = kCuda;
   m.def(
+      "activations",
+      [] { return std::vector<std::string>(std::begin(kActivations), std::end(kActivations)); },
+      "Names of what may stand between the products of a gated MLP, in the order of Activation.");
+  m.def(
       "gpus",
       [] {
         py::list out;

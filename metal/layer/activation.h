@@ -49,25 +49,15 @@ METAL_FUNC bool activation_is(Activation activation) {
 
 // act(gate) * up, of the pipeline's activation. One choice for all values: a choice for each takes
 // more registers (ptxas, swiglu_down q4_k f16: 144, of which 28 bytes spill at 128; so 132, none).
+#define MM_ACT_MUL(value, name)                                    \
+  if (activation_is(Activation::value)) {                          \
+    MM_UNROLL                                                      \
+    for (int i = 0; i < kCount; ++i) v[i] = name(gate[i]) * up[i]; \
+  } else
 template <int kCount>
 METAL_FUNC void act_mul(thread const float (&gate)[kCount], thread const float (&up)[kCount],
                         thread float* v) {
-  if (activation_is(Activation::kGelu)) {
-    MM_UNROLL
-    for (int i = 0; i < kCount; ++i) v[i] = gelu(gate[i]) * up[i];
-  } else if (activation_is(Activation::kGeluTanh)) {
-    MM_UNROLL
-    for (int i = 0; i < kCount; ++i) v[i] = gelu_tanh(gate[i]) * up[i];
-  } else if (activation_is(Activation::kRelu2)) {
-    MM_UNROLL
-    for (int i = 0; i < kCount; ++i) v[i] = relu2(gate[i]) * up[i];
-  } else if (activation_is(Activation::kSigmoid)) {
-    MM_UNROLL
-    for (int i = 0; i < kCount; ++i) v[i] = sigmoid(gate[i]) * up[i];
-  } else {
-    MM_UNROLL
-    for (int i = 0; i < kCount; ++i) v[i] = silu(gate[i]) * up[i];
-  }
+  MM_ACTIVATIONS(MM_ACT_MUL) {}
 }
 
 struct ActMul {

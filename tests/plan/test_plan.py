@@ -24,7 +24,7 @@ from torch_metalmm.tools import explain
 
 pytestmark = pytest.mark.quick
 
-ACTIVATIONS = ("silu", "gelu", "gelu_tanh", "relu2", "sigmoid")
+ACTIVATIONS = tuple(_C.activations())
 GOLDEN = Path(__file__).with_name("plans.txt")
 FORMATS = formats.names()
 KERNELS = set(_C.kernel_names())

@@ -35,7 +35,7 @@ PROBES = ("elementwise_add", "elementwise_sub", "elementwise_mul", "elementwise_
 # Rows of x: what a strategy is for, beyond its tile.
 MOST_ROWS = {"gemv_batched": 16, "swiglu_up": 2, "swiglu_down": 2, "gemm_small": 20}
 MOST_ROWS |= {"gemm": 70, "gemm_tiled": 70, "act_mul": 40}
-ACTIVATIONS = ("silu", "gelu", "gelu_tanh", "relu2", "sigmoid")
+ACTIVATIONS = tuple(_C.activations())
 
 
 @dataclass(frozen=True)

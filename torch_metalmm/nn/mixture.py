@@ -42,12 +42,8 @@ class Mixture:
     _first: Tensor | None = field(default=None, compare=False, repr=False)
 
     def __getstate__(self) -> dict[str, Any]:
-        return {
-            **self.__dict__,
-            "_key": (),
-            "_whole": None,
-            "_first": None,
-        }  # another model's memory is another
+        # Another model's memory is another.
+        return {**self.__dict__, "_key": (), "_whole": None, "_first": None}
 
     def linears(self) -> list[Any]:
         """The linear layers that our ops compute."""

@@ -14,9 +14,10 @@ from inputs import activations
 from oracle import DTYPES, Halved, Value, check
 from torch import Tensor, nn
 
-from torch_metalmm import QuantLinear, fuse_
+from torch_metalmm import _C, QuantLinear, fuse_
 from torch_metalmm.models.fuse import times as fuse_times
 from torch_metalmm.nn.fused import FORMS, GatedMLP, MergedLinear, Roles, SwiGLU
+from torch_metalmm.nn.gate import ACTIVATIONS
 
 
 def swiglu_exact(
@@ -58,7 +59,7 @@ def test_swiglu_computes_what_the_mlp_did(
 
 
 @pytest.mark.parametrize("form", FORMS)
-@pytest.mark.parametrize("activation", ["silu", "gelu", "gelu_tanh", "relu2", "sigmoid"])
+@pytest.mark.parametrize("activation", _C.activations())
 def test_activations(activation: str, form: str, backend: Backend) -> None:
     """The first that gives the same bits; the op computes what torch does."""
     functions = {
@@ -68,6 +69,7 @@ def test_activations(activation: str, form: str, backend: Backend) -> None:
         "relu2": Squared(),
         "sigmoid": nn.Sigmoid(),
     }
+    assert functions.keys() == ACTIVATIONS.keys()
     plain = Gated(act=functions[activation])
     x = activations(2, K) / 4
     want = plain(x)

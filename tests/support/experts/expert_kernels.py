@@ -45,7 +45,7 @@ def expert_call(
         problem |= {"m": tokens * choices, "experts": sizes, "bias": True}
     limit, act = (
         pick.choice((None, 2.0)),
-        pick.choice(("silu", "gelu", "gelu_tanh", "relu2", "sigmoid", "swiglu_oai")),
+        pick.choice((*_C.activations(), "swiglu_oai")),
     )
     interleaved = pick.random() < 0.5
 
