@@ -107,6 +107,24 @@ def test_rows_are_written_to_slots_of_their_own(names: str, backend: Backend) ->
             assert torch.equal(a.view(torch.uint8), b.view(torch.uint8))
 
 
+@pytest.mark.parametrize("way", ("attention_split", "attention_tile"))
+def test_numbers_that_are_no_page(way: str, backend: Backend) -> None:
+    """The host of a GPU does not look: some page of the cache is read, and none beside it."""
+    cache = activations(1, KV_HEADS, 9 * SLOTS, DIM, seed=1)
+    given = [activations(3, HEADS, 1, DIM, seed=2), cache, cache]
+    q, keys, values = (backend.put(t) for t in given)
+    pages = backend.put(torch.tensor([[-1], [9], [1 << 40]]))
+    length = backend.put(torch.full((3,), SLOTS))
+    call = lambda: ops.attention(  # noqa: E731
+        q, keys, values, "f32", "f32", length, pages=pages, strategy=way
+    )
+    if q.device.type == "cpu":  # the emulator's, too
+        with pytest.raises(IndexError, match="pages: -1 is out of range"):
+            call()
+    else:
+        assert call().isfinite().all()
+
+
 REFUSED = {
     "pages: .*Int.*must be int64": {"pages": torch.tensor([[0]], dtype=torch.int32)},
     r"pages: .*\[2, 1\].*must be int64 \[B, N\]": {"pages": torch.tensor([[0], [1]])},
@@ -120,6 +138,10 @@ REFUSED = {
     },
     "keys: 60 slots; with pages a multiple of 64": {
         name: torch.zeros(1, KV_HEADS, 60, DIM) for name in ("keys", "values")
+    },
+    "keys: 4294967296 slots; with pages at most 4294967295": {
+        name: torch.zeros(1, 1, 1, DIM).expand(1, KV_HEADS, 1 << 32, DIM)
+        for name in ("keys", "values")
     },
     "pages: attention through pages has no gradient": {
         "q": torch.zeros(1, HEADS, 1, DIM, requires_grad=True)

@@ -280,11 +280,10 @@ class _Drafts:
         self._timed()
         self._drafter.add(token)
         self._last, self._kind = token, self._drafter.kind()
-        most, room = 0, answer.room()
-        if self._kind is not None:
-            most = self._pace.count(self._kind)
+        room, most = answer.room(), ROWS[-1] - 1
         if room is not None:
-            most = min(most, max([m - 1 for m in ROWS if m < room] or [0]))
+            most = max([m - 1 for m in ROWS if m < room] or [0])
+        most = 0 if self._kind is None else self._pace.count(self._kind, most)
         self._idle = 0 if most else self._idle + 1
         # What decoding without drafts takes: where a step can be queued, one that was.
         self._rows = 1 if queued or not self._is_late else 0

@@ -46,6 +46,17 @@ class Drafter(Protocol):
 
 
 @runtime_checkable
+class Reads(Drafter, Protocol):
+    """A Drafter that reads its text, which takes time."""
+
+    def known(self, tokens: list[int]) -> int:
+        """How many of these it has read, from the first one on."""
+
+    def catch_up(self, most: int) -> bool:
+        """Read so many tokens where many are left; whether there were but few."""
+
+
+@runtime_checkable
 class Sees(Drafter, Protocol):
     """A Drafter that reads what the model computes."""
 
@@ -142,13 +153,15 @@ class SmallModel:
     def kind(self) -> Hashable | None:
         return "model"
 
+    def known(self, tokens: list[int]) -> int:
+        return agreeing(self._held, tokens)
+
     def catch_up(self, most: int) -> bool:
-        """Read so many tokens of the text where there are more to read; whether there were not."""
         unread = self._unread()
-        if len(unread) <= most:
+        if len(unread) <= MOST:
             return True
         with torch.inference_mode():
-            self._read(unread[:most])
+            self._read(unread[:-1][:most])
         self._known = len(self._held)
         return False
 
@@ -229,15 +242,16 @@ class Pace:
         self._drafts = self._without = 0  # since steps that were without; of these, those to come
         self.drafted = self.accepted = 0
 
-    def count(self, kind: Hashable) -> int:
-        """Tokens to draft of this kind."""
+    def count(self, kind: Hashable, most: int = MOST) -> int:
+        """Tokens to draft of this kind, at most so many."""
         if not self._seconds(1, self._LEAST):
             return 0
         if self._without:
             self._without -= 1
             return 0
         p = self._p(kind)
-        best = max(ROWS, key=lambda m: sum(p**i for i in range(m)) / self._of(m))
+        rows = [m for m in ROWS if m <= most + 1]
+        best = max(rows, key=lambda m: sum(p**i for i in range(m)) / self._of(m))
         if best == 1:
             right, tries = self._right[kind]
             self._right[kind] = right + self._DRIFT * (self._hoped() * tries - right), tries

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from ..models.mtp import MtpHead
+from ..nn.exact import MOST
 from ..nn.hidden import LastHidden, last_hidden
 from .cache import PackedCache
 from .drafts import EXPECTED, agreeing
@@ -72,6 +73,18 @@ class Mtp:
     def kind(self) -> Hashable | None:
         end = len(self._tokens) - 1  # the last position whose next token is not known
         return "mtp" if self._read < end <= self._known else None
+
+    def known(self, tokens: list[int]) -> int:
+        return agreeing(self._tokens, tokens)
+
+    def catch_up(self, most: int) -> bool:
+        left = len(self._tokens) - 1 - self._read
+        if left <= MOST:
+            return True
+        with torch.inference_mode():
+            self._cut(self._read)
+            self._read_on(min(left - 1, most))
+        return False
 
     def propose(self, most: int) -> list[int]:
         with torch.inference_mode():

@@ -101,7 +101,8 @@ class Mixture:
         return held[: rows.shape[0]]
 
     def _is_scored(self, rows: Tensor) -> bool:
-        """Whether route weights a shared expert that is no part of the stack: of one row alone.
+        """Whether route weights a shared expert that is no part of the stack: of one row, or of
+        rows that have the bits of single ones.
 
         The op on experts, which multiplies by a score, gathers more rows into tiles.
         """

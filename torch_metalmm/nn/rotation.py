@@ -37,11 +37,10 @@ class Tables:
         dtype = torch.float32 if self.keeps_float else dtype
         if self.options["twice"] or torch.compiler.is_compiling():
             return _rope_tables(positions, inv_freq, axes, **self.options, dtype=dtype)
-        wide = _rope_tables(
-            positions, inv_freq, axes, **self.options | {"twice": True}, dtype=dtype
-        )
-        cos, sin = (_half_of(t) for t in wide)
-        return cos, sin
+        given = self.options | {"twice": True}
+        with torch.inference_mode(False), torch.no_grad():  # whose writes are counted
+            cos, sin = _rope_tables(positions, inv_freq, axes, **given, dtype=dtype)
+            return _half_of(cos), _half_of(sin)
 
 
 class FusedRotation(StandIn):
@@ -100,18 +99,17 @@ def is_plain(value: Any) -> bool:
 def _half_of(wide: Tensor) -> Tensor:
     """The first half of rows that hold it twice, which knows them: see _twice."""
     half: Any = wide[..., : wide.shape[-1] // 2]
-    half.held_twice = wide, _version(wide)
+    half.held_twice = wide, wide._version
     return half
 
 
 def _twice(t: Tensor) -> Tensor:
     """Rows of t beside themselves: those that t is a view of, unless they were written since."""
-    wide, version = getattr(t, "held_twice", (None, None))
-    return torch.cat((t, t), -1) if wide is None or _version(wide) != version else wide
-
-
-def _version(t: Tensor) -> int | None:
-    return None if t.is_inference() else t._version
+    if not torch.compiler.is_compiling():
+        wide, version = getattr(t, "held_twice", (None, 0))
+        if wide is not None and wide._version == version:
+            return wide
+    return torch.cat((t, t), -1)
 
 
 def tables(angles: str, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:

@@ -128,6 +128,8 @@ void check_pages(const args::attention& a, const CacheShape& cache) {
   check_one_cache("pages", a);
   TORCH_CHECK_VALUE(cache.capacity % kPageSlots == 0, "keys: ", cache.capacity,
                     " slots; with pages a multiple of ", kPageSlots);
+  TORCH_CHECK_VALUE(cache.capacity <= UINT32_MAX, "keys: ", cache.capacity,
+                    " slots; with pages at most ", UINT32_MAX, ", which shaders count");
   TORCH_CHECK_VALUE(a.length.has_value(), "length: None; with pages int64 [B]");
   check_int64("length", *a.length, "[B] with pages",
               a.length->dim() == 1 && a.length->sym_size(0) == batch, q);

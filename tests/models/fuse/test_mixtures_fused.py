@@ -89,7 +89,7 @@ def test_the_shared_expert_behind_the_others(
 
 
 def test_a_shared_expert_of_another_size_stays_apart() -> None:
-    """Of one row route says what it counts; of several, or where down has a bias, torch does."""
+    """route says what it counts for one row; torch does for several, or where down has a bias."""
     for kind, options, count in (
         ("qwen2_moe", {}, [1, 1]),
         ("qwen3_next", {"shared_expert_intermediate_size": 128}, PRODUCTS),
@@ -166,7 +166,7 @@ def lies_behind(table: Tensor, row: Tensor) -> bool:
 
 
 def test_route_computes_the_product_of_a_shared_gate(tmp_path: Path) -> None:
-    """Of the router's dtype it lies behind it in memory, which nobody else notices."""
+    """It lies behind the router's rows if it has their dtype, which nobody else notices."""
     model = gated()
     fused, want = fused_family(model), model.state_dict()
     mlp = fused.model.layers[0].mlp

@@ -160,7 +160,7 @@ def test_route_with_the_row_of_a_shared_expert(
 
 @pytest.mark.parametrize("row", ["q4_0", "iq4_nl"])
 def test_packed_rows_of_a_shared_expert_and_their_gradient(row: str, backend: Backend) -> None:
-    """Of one memory with W, as of MLX checkpoints, also where as many bytes are another format."""
+    """It shares memory with W, as in MLX checkpoints, also where such bytes are another format."""
     x, packed = activations(3, 96, seed="x") / 4, packed_weight("q4_0", 9, 96, "all")
     both, w = backend.put(packed), spec("q4_0", packed[:8], 96)
     own = spec(row, packed[8:], 96)
@@ -202,7 +202,7 @@ def test_equals_nan_and_far_out(backend: Backend) -> None:
 
 
 def test_gradients(backend: Backend) -> None:
-    """Of x through the weights, by softmax and sigmoid, with a product and without."""
+    """x has one through the weights, by softmax and sigmoid, with a product and without."""
     x, w = activations(3, 64, seed="x"), activations(12, 64, seed="w") / 4
     bias, choice = activations(12, seed="b"), activations(12, seed="c")
     for scoring in ("softmax", "sigmoid"):

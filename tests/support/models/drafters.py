@@ -36,9 +36,9 @@ class Fixed(Pace):
         super().__init__()
         self.most, self.rows = most, list[int]()
 
-    def count(self, kind: Hashable) -> int:
+    def count(self, kind: Hashable, most: int = 7) -> int:
         self._p(kind)
-        return self.most
+        return min(self.most, most)
 
     def took(self, rows: int, seconds: float) -> None:
         self.rows.append(rows)

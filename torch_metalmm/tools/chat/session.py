@@ -96,6 +96,11 @@ class Session:
         """Let the answer that is under way end with the token that is; from a signal handler."""
         self._stopped.set()
 
+    def forget(self) -> None:
+        """Keep nothing of the texts that were answered."""
+        self.sequence.forget()
+        self._drafter = self._own_drafter()
+
     def resume(self) -> None:
         """Forget a stop() that came when no answer was under way: it is not for the next one."""
         self._stopped.clear()
@@ -286,12 +291,14 @@ class Session:
 
 
 def drafters(draft: Any, model: Any, tokenizer: Any) -> Callable[[], Drafter] | None:
-    """What makes the drafter of a text, by a draft of Session; None: it has other tokens."""
+    """What makes the drafter of a text, by a draft of Session; None: it has other tokens, or
+    more."""
     from ...hf.decoding import drafter_of
 
     if isinstance(draft, tuple):
         draft, own = draft
-        if own.get_vocab() != tokenizer.get_vocab():
+        sizes = [m.config.get_text_config(decoder=True).vocab_size for m in (draft, model)]
+        if own.get_vocab() != tokenizer.get_vocab() or sizes[0] > sizes[1]:
             return None
     return partial(drafter_of, draft, model)
 

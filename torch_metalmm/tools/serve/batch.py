@@ -20,7 +20,7 @@ from torch import Tensor
 from ...hf.caches.layers import DTYPE_NAMES
 from ...hf.caches.paged import PagedCache, PoolFull, Text, paged_cache
 from ...hf.caches.pages import SLOTS
-from ...hf.drafts import Drafter, Sees
+from ...hf.drafts import Drafter
 from ...models.attach import check_cache, set_cache
 from ...models.cache_argument import with_cache
 from ...nn.exact import exact_rows
@@ -80,6 +80,7 @@ class _Answer(Writing):
         super().__init__(job, model, tokenizer)
         self.text, self.number = Text(cache, job.owner), next(_NUMBERS)
         self._guessing = guessing
+        self.owner, self.may_draft = job.owner, guessing is not None
         self.drafter: Drafter | None = None
         self.guessed = self.right = 0  # tokens that were guessed, and those that were chosen
         self.kept: int | None = None  # tokens of the prompt whose rows another text has read
@@ -88,15 +89,14 @@ class _Answer(Writing):
         """Hold the rows of its prompt's beginning that the cache has."""
         kept = self.text.begin(self.job.ids, LEAST)
         self.kept = kept if self.kept is None else self.kept
-        if self._guessing is not None and self.drafter is None:
-            self.drafter = self._guessing.take(self.tokens, self.job.owner)
+        if self._guessing is not None:
+            self._guessing.lend(self)
 
     def release(self) -> None:
         """Give back what it holds."""
         self.text.end()
-        if self._guessing is not None and self.drafter is not None:
-            self._guessing.give_back(self.drafter, self.job.owner)
-        self.drafter = None
+        if self._guessing is not None:
+            self._guessing.give_back(self)
 
     def is_read(self) -> bool:
         return len(self.text.tokens) == len(self.tokens)
@@ -124,12 +124,6 @@ class _Answer(Writing):
     def unread(self, most: int) -> list[int]:
         """The first tokens without a row, up to so many."""
         return self.tokens[len(self.text.tokens) :][:most]
-
-    def see(self, count: int, hidden: Tensor) -> None:
-        """Show the drafter what a step computed of the next so many tokens, [1, rows, hidden_size]
-        or more of them."""
-        if isinstance(self.drafter, Sees):
-            self.drafter.see(len(self.text.tokens), hidden[:, :count])
 
     def choose(self, logits: Tensor) -> str:
         reason = super().choose(logits)
@@ -215,7 +209,7 @@ class Batch(Runner):
 
     def _advance(self) -> None:
         """A token of each answer, and what follows of the tokens that are known or guessed."""
-        begin = time.monotonic()
+        begin: float | None = time.monotonic()
         ahead = self._ahead()
         while self._answers:
             # A state cannot go back from a token that is there for its place alone.
@@ -226,6 +220,7 @@ class Batch(Runner):
                 positions = self.cache.begin_step([a.text for a in self._answers], count)
                 break
             except PoolFull:
+                begin = None
                 if count == 1:
                     self._give_back()
                 ahead = [a.unread(1) for a in self._answers]
@@ -233,12 +228,11 @@ class Batch(Runner):
             return
         with exact_rows(len(rows) * count <= ROWS):
             logits = self._forward(rows, positions, count)
-        texts = len(rows)
-        self._show(self._answers, list(map(len, ahead)))
+        self._show(self._answers, ahead)
         given = list(zip(self._answers, ahead, torch.split(logits, 1), strict=True))
         self._answers = [a for a, ids, own in given if self._take(a, ids, own[0])]
-        if self._guessing is not None:
-            self._guessing.took(texts, count, time.monotonic() - begin)
+        if self._guessing is not None and begin is not None:
+            self._guessing.took(len(rows), count, time.monotonic() - begin)
 
     def _ahead(self) -> list[list[int]]:
         """The tokens of each answer in a step: one, or as many as are worth their rows."""
@@ -246,17 +240,17 @@ class Batch(Runner):
         most = max(1, min(ROWS // len(answers), *(a.left() for a in answers)))
         ahead = [a.unread(most) for a in answers]
         if self._guessing is not None and most > 1 and all(len(ids) == 1 for ids in ahead):
-            guesses = self._guessing.guesses([a.drafter for a in answers], most - 1)
+            guesses = self._guessing.guesses(answers, most - 1)
             ahead = [ids + more for ids, more in zip(ahead, guesses, strict=True)]
         if sum(map(len, ahead)) < 2 * len(answers):
             return [ids[:1] for ids in ahead]
         return ahead
 
-    def _show(self, answers: list[_Answer], counts: list[int]) -> None:
-        """Let their drafters see what a step has computed of so many tokens of each."""
-        if self._guessing is not None and (hidden := self._guessing.hidden()) is not None:
-            for answer, count, rows in zip(answers, counts, torch.split(hidden, 1), strict=True):
-                answer.see(count, rows)
+    def _show(self, answers: list[_Answer], ids: list[list[int]]) -> None:
+        """Let their drafters see what a step has computed of these tokens of each."""
+        if self._guessing is not None:
+            starts = [len(answer.text.tokens) for answer in answers]
+            self._guessing.see(answers, starts, list(map(len, ids)))
 
     def _take(self, answer: _Answer, ids: list[int], logits: Tensor) -> bool:
         """Keep the tokens of a step up to the first wrong guess; False: the answer is over.
@@ -273,8 +267,8 @@ class Batch(Runner):
                 if answer.tokens[-1] != guess:
                     break
                 kept += 1
-        if guesses and self._guessing is not None and answer.drafter is not None:
-            self._guessing.saw(answer.drafter, len(guesses), answer.right - right)
+        if guesses and self._guessing is not None:
+            self._guessing.saw(answer, len(guesses), answer.right - right)
         answer.text.extend(ids[:kept], is_shared=False)
         return True
 
@@ -296,7 +290,7 @@ class Batch(Runner):
                 answer.begin()
             part = answer.part(self._part_size())
             logits = self._forward([part], self.cache.begin_step([answer.text], len(part)))
-            self._show([answer], [len(part)])
+            self._show([answer], [part])
             answer.extend(part)
         except PoolFull:
             if not self._answers:  # of which none will end and give its pages back

@@ -5,20 +5,34 @@ from __future__ import annotations
 import logging
 from collections import defaultdict
 from collections.abc import Callable, Hashable, Sequence
+from typing import Protocol
 
+import torch
 from torch import Tensor
 
-from ...hf.drafts import Drafter, Pace, Sees, SmallModel
+from ...hf.drafts import Drafter, Pace, Reads, Sees
 from ..sequence import CHUNK
 
 _LOG = logging.getLogger(__name__)
 
 
+class Drafted(Protocol):
+    """A text under way. drafter: one that is lent; None: there is none."""
+
+    tokens: list[int]
+    drafter: Drafter | None
+    may_draft: bool
+
+    @property
+    def owner(self) -> bytes: ...
+
+
 class Guessing:
     """Drafters for so many texts at a time: a step of more has no rows for drafts.
 
-    A drafter keeps what it has read of a text for the next one of the same owner. How much is
-    drafted follows, for each number of texts in a step, from what steps took and what was right.
+    A drafter keeps what it has read of a text for another of the same owner that begins so. How
+    much is drafted follows, for each number of texts in a step, from what steps took and what was
+    right. An error of a draft ends that text's drafts, and no answer.
     """
 
     def __init__(
@@ -31,50 +45,81 @@ class Guessing:
         self._sees = next((each for _, each in self._idle if isinstance(each, Sees)), None)
         self._is_timed = False  # the step that is under way
 
-    def hidden(self) -> Tensor | None:
-        """What the model's last step has computed, [texts, tokens, hidden_size], where drafters see
-        it."""
-        return None if self._sees is None else self._sees.hidden.rows
+    # ---- drafters
 
-    def take(self, tokens: list[int], owner: bytes) -> Drafter | None:
-        """A drafter of a text that begins with these; None: all are taken."""
-        if not self._idle:
-            return None
-        own = [i for i, (whose, _) in enumerate(self._idle) if whose == owner]
-        whose, drafter = self._idle.pop(own[-1] if own else 0)
-        if whose != owner:
-            drafter = self._new()
-        drafter.begin(tokens)
-        return drafter
-
-    def give_back(self, drafter: Drafter, owner: bytes) -> None:
-        self._kinds.pop(drafter, None)
-        self._idle.append((owner, drafter))
-
-    def guesses(self, drafters: Sequence[Drafter | None], most: int) -> list[list[int]]:
-        """What follows each text, at most so many tokens: of none where one has no draft."""
+    def lend(self, text: Drafted) -> None:
+        """A drafter, if one is left."""
+        if text.drafter is not None or not text.may_draft or not self._idle:
+            return
+        own = [i for i, (whose, _) in enumerate(self._idle) if whose == text.owner]
+        at = max(own, key=lambda i: _known(self._idle[i][1], text.tokens), default=0)
+        whose, drafter = self._idle[at]
         try:
-            found = self._drafted(drafters, most)
-        except Exception as error:  # of a draft alone: answers need none
-            _LOG.error("a draft failed", exc_info=error)
-            found = None
-        self._is_timed = found is not None
-        return found or [[] for _ in drafters]
+            if whose != text.owner:
+                drafter = self._new()
+            drafter.begin(text.tokens)
+        except Exception as error:
+            self._lose(text, error)
+            return
+        del self._idle[at]
+        text.drafter = drafter
 
-    def _drafted(self, drafters: Sequence[Drafter | None], most: int) -> list[list[int]] | None:
-        """As guesses(); None: a drafter is behind its text, which it reads in parts."""
-        pace, count = self._paces[len(drafters)], most
-        for drafter in drafters:
-            kind = None if drafter is None else drafter.kind()
-            if drafter is None or kind is None:
-                return []
-            count = min(count, pace.count(kind))
-            self._kinds[drafter] = pace, kind
+    def give_back(self, text: Drafted) -> None:
+        if text.drafter is not None:
+            self._kinds.pop(text.drafter, None)
+            self._idle.append((text.owner, text.drafter))
+            text.drafter = None
+
+    def _lose(self, text: Drafted, error: Exception) -> None:
+        _LOG.error("a draft failed", exc_info=error)
+        text.may_draft = False
+        self.give_back(text)
+
+    # ---- steps
+
+    def see(self, texts: Sequence[Drafted], starts: Sequence[int], counts: Sequence[int]) -> None:
+        """Show drafters what the model's last step has computed: of each text so many tokens, from
+        a position on."""
+        if self._sees is None or (hidden := self._sees.hidden.rows) is None:
+            return
+        for text, start, count, rows in zip(
+            texts, starts, counts, torch.split(hidden, 1), strict=True
+        ):
+            if isinstance(text.drafter, Sees):
+                try:
+                    text.drafter.see(start, _own(rows[:, :count]))
+                except Exception as error:
+                    self._lose(text, error)
+
+    def guesses(self, texts: Sequence[Drafted], most: int) -> list[list[int]]:
+        """What follows each text, at most so many tokens: of none where one has no draft."""
+        self._is_timed = True
+        none: list[list[int]] = [[] for _ in texts]
+        pace, count = self._paces[len(texts)], most
+        for text in texts:
+            self.lend(text)
+            kind = None if text.drafter is None else text.drafter.kind()
+            if text.drafter is None or kind is None:
+                return none
+            count = min(count, pace.count(kind, most))
+            self._kinds[text.drafter] = pace, kind
         if not count:
+            return none
+        found = [self._proposed(text, count) for text in texts]
+        return found if all(found) else none
+
+    def _proposed(self, text: Drafted, count: int) -> list[int]:
+        drafter = text.drafter
+        assert drafter is not None
+        try:
+            if isinstance(drafter, Reads) and not drafter.catch_up(CHUNK):
+                self._is_timed = False  # a part of the text was read
+                return []
+            return drafter.propose(count)
+        except Exception as error:
+            self._is_timed = False
+            self._lose(text, error)
             return []
-        known = [d for d in drafters if d is not None]
-        behind = [d for d in known if isinstance(d, SmallModel) and not d.catch_up(CHUNK)]
-        return None if behind else [d.propose(count) for d in known]
 
     def took(self, texts: int, rows: int, seconds: float) -> None:
         """A step of so many rows of each text, with its drafts, took that."""
@@ -82,7 +127,19 @@ class Guessing:
             self._paces[texts].took(rows, seconds)
         self._is_timed = False
 
-    def saw(self, drafter: Drafter, drafted: int, right: int) -> None:
+    def saw(self, text: Drafted, drafted: int, right: int) -> None:
         """So many of the drafted tokens were right."""
-        pace, kind = self._kinds[drafter]
-        pace.saw(kind, drafted, right)
+        if text.drafter is not None:
+            pace, kind = self._kinds[text.drafter]
+            pace.saw(kind, drafted, right)
+
+
+def _known(drafter: Drafter, tokens: list[int]) -> int:
+    return drafter.known(tokens) if isinstance(drafter, Reads) else 0
+
+
+def _own(rows: Tensor) -> Tensor:
+    """The rows in memory of their own: others' are given back sooner."""
+    return (
+        rows if rows.numel() == rows.untyped_storage().nbytes() // rows.itemsize else rows.clone()
+    )

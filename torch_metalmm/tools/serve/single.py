@@ -37,7 +37,7 @@ class Single(Runner):
             if job.is_cancelled:
                 session.stop()
         if job.owner != self._owner:
-            session.sequence.forget()
+            session.forget()
             self._owner = job.owner
         session.options = job.options
         if job.seed is None:
