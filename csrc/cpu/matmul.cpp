@@ -227,26 +227,20 @@ at::Tensor matmul(const at::Tensor& rows, const at::Tensor& w, const Format& for
   return y;
 }
 
-void row_products(const std::vector<RowProduct>& products, int64_t n, const Weight& w,
-                  const Format& format, Activations activations) {
+void row_products(const RowProducts& products, int64_t n, const Weight& like, const Format& format,
+                  Activations activations) {
   if (activations != Activations::kExact && int8::has_codes(format)) {
-    return int8::row_products(products, n, w, format, activations);
+    return int8::row_products(products, n, like, format, activations);
   }
   const CodecKernels& codec = kernels_of(format);
   std::vector<Prepared> prepared;
-  std::vector<size_t> own;  // of each product, of which neighbours may have one row of x
-  prepared.reserve(products.size());
-  for (const RowProduct& p : products) {
-    if (own.empty() || !p.x.is_same(products[own.size() - 1].x)) {
-      prepared.emplace_back(codec, p.x, 0, true);
-    }
-    own.push_back(prepared.size() - 1);
-  }
-  over_rows(products.size(), n, w.k, [&](int64_t i, int64_t first, int64_t last) {
-    Weight weight = w;
-    weight.data = products[i].rows;
-    const Prepared& x = prepared[own[i]];
-    x.kernel({weight, first, last, x.x, products[i].y + first, n});
+  prepared.reserve(products.x.size());
+  for (const at::Tensor& x : products.x) prepared.emplace_back(codec, x, 0, true);
+  over_rows(products.of.size(), n, like.k, [&](int64_t i, int64_t first, int64_t last) {
+    const RowProducts::Product& p = products.of[i];
+    Weight w = like;
+    w.data = p.w;
+    prepared[p.x].kernel({w, first, last, prepared[p.x].x, p.y + first, n});
   });
 }
 

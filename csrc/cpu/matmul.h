@@ -51,17 +51,21 @@ at::Tensor matmul(const at::Tensor& rows, const at::Tensor& w, const Format& for
                   at::ScalarType x_dtype, std::optional<Strategy> strategy = std::nullopt,
                   Activations activations = Activations::kExact);
 
-// A row of x [1, K], f32, its product with a matrix of packed rows, and where that goes: f32 [N].
-struct RowProduct {
-  at::Tensor x;
-  const uint8_t* rows;
-  float* y;
+// Products of rows [1, K], f32, with matrices of packed rows.
+struct RowProducts {
+  struct Product {
+    size_t x;  // which of the rows
+    const uint8_t* w;
+    float* y;  // [N]
+  };
+  std::vector<at::Tensor> x;
+  std::vector<Product> of;
 };
 
-// Products of single rows with matrices of one format and size, which like `w` has: the bits of
-// matmul() of each, in one loop over the threads for all of them. N and K are not 0.
-void row_products(const std::vector<RowProduct>& products, int64_t n, const Weight& w,
-                  const Format& format, Activations activations);
+// Of matrices of one format and size, those of `like`: the bits of matmul() of each, in one loop
+// over the threads for all of them. N and K are not 0.
+void row_products(const RowProducts& products, int64_t n, const Weight& like, const Format& format,
+                  Activations activations);
 
 // y [M, N] = x [M, K] Wᵀ without tuned kernels, in f32; x as matmul() has rows.
 void gemm_naive(DecodeKernel decode, const Weight& w, const at::Tensor& x, at::Tensor y);

@@ -72,7 +72,7 @@ How how_of(const at::Tensor& x, OptionalName strategy, OptionalName activations)
 }
 
 // x Wᵀ of every choice, f32 [T C, N]; x [T, K] or [T, C, K]. Where no strategy is named the experts
-// of one row share a loop: a decoded token has a few, each of some 20 us of two threads.
+// of one row, of which a decoded token has a few, share a loop.
 at::Tensor products(const at::Tensor& x, const PackedWeight& w, const Groups& groups,
                     int64_t choices, const How& how) {
   const at::Tensor rows = as_rows(x, x.scalar_type());
@@ -80,14 +80,14 @@ at::Tensor products(const at::Tensor& x, const PackedWeight& w, const Groups& gr
       x.dim() == 2 && choices > 1 ? groups.order.div(choices, "floor") : groups.order;
   const int64_t n = w.rows.size(1);
   at::Tensor out = at::empty({groups.order.size(0), n}, x.options().dtype(at::kFloat));
-  std::vector<RowProduct> single;
+  RowProducts single;
   int64_t last_row = -1;  // of x, in `single`
   for (const Group& g : groups.of) {
     const int64_t count = g.last - g.first, row = elements<int64_t>(row_of)[g.first];
     if (count == 1 && !how.strategy && n != 0 && w.k != 0) {
-      single.push_back(
-          {row == last_row ? single.back().x : as_rows(rows.narrow(0, row, 1), at::kFloat),
-           elements<uint8_t>(w.rows) + g.expert * w.rows.stride(0),
+      if (row != last_row) single.x.push_back(as_rows(rows.narrow(0, row, 1), at::kFloat));
+      single.of.push_back(
+          {single.x.size() - 1, elements<uint8_t>(w.rows) + g.expert * w.rows.stride(0),
            out.mutable_data_ptr<float>() + elements<int64_t>(groups.order)[g.first] * n});
       last_row = row;
       continue;
@@ -98,7 +98,7 @@ at::Tensor products(const at::Tensor& x, const PackedWeight& w, const Groups& gr
                    how.activations),
             groups, g, out);
   }
-  if (!single.empty()) {
+  if (!single.of.empty()) {
     row_products(single, n, make_weight(w.rows.select(0, 0), w.format, w.k), w.format,
                  how.activations);
   }

@@ -219,24 +219,21 @@ void matmul(const Weight& w, const Format& format, Activations activations,
   }
 }
 
-void row_products(const std::vector<RowProduct>& products, int64_t n, const Weight& w,
-                  const Format& format, Activations activations) {
+void row_products(const RowProducts& products, int64_t n, const Weight& like, const Format& format,
+                  Activations activations) {
   const CodecKernels& codec = current_kernels().codec[static_cast<int>(format.codec)];
   const KindKernels& kind = current_kernels().kind[codec.kind.index()];
   const int parts = activations == Activations::kInt16 ? 2 : 1;
   std::vector<Rounded> rounded;
-  rounded.reserve(products.size());
-  std::vector<RoundedRow> own;  // of each product, of which neighbours may have one row of x
-  for (const RowProduct& p : products) {
-    if (own.empty() || !p.x.is_same(products[own.size() - 1].x)) {
-      rounded.emplace_back(elements<float>(p.x), w.k, parts, codec.kind, kind);
-    }
-    own.push_back(rounded.back().row);
+  rounded.reserve(products.x.size());
+  for (const at::Tensor& x : products.x) {
+    rounded.emplace_back(elements<float>(x), like.k, parts, codec.kind, kind);
   }
-  over_rows(products.size(), n, w.k, [&](int64_t i, int64_t first, int64_t last) {
-    Weight weight = w;
-    weight.data = products[i].rows;
-    codec.gemv[parts - 1]({weight, first, last, own[i], products[i].y + first});
+  over_rows(products.of.size(), n, like.k, [&](int64_t i, int64_t first, int64_t last) {
+    const RowProducts::Product& p = products.of[i];
+    Weight w = like;
+    w.data = p.w;
+    codec.gemv[parts - 1]({w, first, last, rounded[p.x].row, p.y + first});
   });
 }
 

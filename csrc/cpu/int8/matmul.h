@@ -21,7 +21,7 @@ void matmul(const Weight& w, const Format& format, Activations activations,
             std::optional<Strategy> strategy, const at::Tensor& x, at::Tensor& y);
 
 // As that of cpu/matmul.h, of a format that has integer codes.
-void row_products(const std::vector<RowProduct>& products, int64_t n, const Weight& w,
-                  const Format& format, Activations activations);
+void row_products(const RowProducts& products, int64_t n, const Weight& like, const Format& format,
+                  Activations activations);
 
 }  // namespace metalmm::cpu::int8
