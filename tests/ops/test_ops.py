@@ -114,7 +114,8 @@ def test_c_has_any_dtype_and_layout(c_dtype: torch.dtype, backend: Backend) -> N
     packed, x = random_weight("q8_0", 6, 64), activations(4, 64, dtype=torch.float16)
     c = activations(6, 4, dtype=c_dtype, seed="c").T
     y = ops.gemm(backend.put(x), backend.put(packed), "q8_0", backend.put_view(c), 1.0, 2.0)
-    want = Value.of(x).dot(spec("q8_0", packed, 64)) + Value.of(c) * 2
+    halved = backend.halves(None, torch.float16, "q8_0", (4, 6, 64))
+    want = Value.of(x).dot(spec("q8_0", packed, 64), halved=halved) + Value.of(c) * 2
     check(y, want.store(torch.float16), str(c_dtype))
 
 
