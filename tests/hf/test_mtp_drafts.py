@@ -137,7 +137,7 @@ def test_steps_without_a_draft_are_queued(tmp_path: Path) -> None:
     want = answer(model, prompt, **GREEDY)
 
     class Sometimes(Fixed):
-        def count(self, kind: Any) -> int:
+        def count(self, kind: Any, most: int = 7) -> int:
             self._p(kind)
             return self.most if len(self.rows) % 8 > 4 else 0
 
