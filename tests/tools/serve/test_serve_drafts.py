@@ -97,7 +97,12 @@ def test_answers_are_those_without_guesses(
 ) -> None:
     """One, two or four in a step, and where the pages run out."""
     new = (lambda: Told([317] * 500, 1)) if are_wrong else Lookup
-    right, wrong = check(plain, most, pages, loaded, guessing(new))
+    found = guessing(new)
+    right, wrong = check(plain, most, pages, loaded, found)
+    paces: list[Any] = [*found._paces.values()]  # the last step of an answer tells none
+    assert 0 < sum(pace.drafted for pace in paces) <= right + wrong
+    assert sum(pace.accepted for pace in paces) <= right and all(pace.rows for pace in paces)
+    assert are_wrong or sum(pace.accepted for pace in paces) > 0
     assert (wrong > 9 * right) if are_wrong else (right > 0)
 
 
@@ -159,6 +164,29 @@ def test_the_model_s_own_head(most: int, tmp_path: Path, monkeypatch: pytest.Mon
     both = alone.keys() & proposed.keys()
     assert right + wrong > 3 and (len(both) > 20 or most == 4)
     assert all(alone[text] == proposed[text] for text in both) and max(read) == 32
+
+
+@pytest.mark.parametrize("texts", (1, 2))
+def test_a_drafter_sees_its_own_rows(texts: int) -> None:
+    """It keeps no memory of others' rows, nor of those behind its own."""
+
+    class Seeing(Lookup):
+        hidden = SimpleNamespace(rows=torch.randn(texts, 3, 8))
+
+        def see(self, start: int, hidden: torch.Tensor) -> None:
+            seen.append((start, hidden))
+
+    seen, found = list[Any](), guessing(Seeing)
+    many: list[Any] = [
+        SimpleNamespace(tokens=[1], owner=b"", drafter=None, may_draft=True) for _ in range(texts)
+    ]
+    for text in many:
+        found.lend(text)
+    found.see(many, [5, 7][:texts], [2, 3][:texts])
+    assert [start for start, _ in seen] == [5, 7][:texts]
+    for (_, rows), whole, count in zip(seen, Seeing.hidden.rows.split(1), (2, 3), strict=False):
+        assert torch.equal(rows, whole[:, :count])
+        assert rows.untyped_storage().nbytes() == rows.numel() * rows.itemsize
 
 
 def test_drafters_are_lent(loaded: Any) -> None:
