@@ -91,6 +91,8 @@ TARGETS = {
     "torch_metalmm/nn/linear.py": "test_linear.py test_errors.py -k cpu",
     "torch_metalmm/formats/kquants.py": "test_formats.py",
     "torch_metalmm/formats/affine.py": "test_formats_affine.py",
+    "csrc/cpu/experts/experts.cpp": "test_expert_ops.py test_expert_gradients.py -k cpu",
+    "csrc/cpu/experts/route.cpp": "test_route.py -k cpu",
     "csrc/ops/checks.cpp": "test_errors.py test_ops.py -k 'cpu or meta or 64_bits'",
     "csrc/python/guard.cpp": f"{_REPLAYS} -k 'change or seen or freed'",
     "csrc/plan/plan.cpp": "test_plan.py test_plan_choices.py test_plan_layer.py",
