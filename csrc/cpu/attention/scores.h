@@ -97,6 +97,22 @@ struct Attention {
     }
   }
 
+  // Lets what is read first of the page of slot t come, of the dot kernels' streams a quarter each:
+  // the machine's own prefetching ends with a page. One query, 2048 slots, pages in random order,
+  // cold: q8_0 465 -> 438 us, f16 600 -> 580; nothing with 1024 bytes of each. Inlined, since GCC
+  // leaves out calls of a function that does nothing else.
+  [[gnu::always_inline]] void prefetch(const CacheRows& rows, int64_t b, int64_t kv_head,
+                                       int64_t t) const {
+    constexpr int64_t kStreams = 4, kBytes = 256, kLineBytes = 64;
+    if (pages.empty() || t >= lengths[b]) return;
+    const int64_t page = pages[b * (pages.size() / batch) + t / kPageSlots];
+    const Weight weight = rows.weight(b, kv_head);
+    for (int64_t i = 0; i < kStreams; ++i) {
+      const uint8_t* at = weight.row(page * kPageSlots + i * (kPageSlots / kStreams));
+      for (int64_t n = 0; n < kBytes; n += kLineBytes) __builtin_prefetch(at + n);
+    }
+  }
+
   // n rows of keys or values of a sequence from slot t on as f32 [n, stride], zero beyond the
   // values of a row.
   void decode(const CacheRows& rows, int64_t b, int64_t kv_head, int64_t t, int64_t n,
