@@ -20,12 +20,12 @@ from transformers.generation.configuration_utils import GenerationMode
 from ..models.cache_argument import NAMES, cache_in, with_cache
 from ..models.mtp import MtpHead
 from ..nn.again import Again, noted
-from ..nn.exact import exact_rows
+from ..nn.exact import MOST, exact_rows
 from .answer import Answer, Chooser, Copied, Token
 from .cache import PackedCache
 from .caches.hybrid import States, states_of
 from .caches.layers import PackedLayer
-from .drafts import EXPECTED, ROWS, Drafter, Lookup, Pace, Sees, SmallModel
+from .drafts import EXPECTED, Drafter, Lookup, Pace, Sees, SmallModel
 from .mtp import Mtp
 
 # Modes of generate() that choose one token of each sequence, and those of several.
@@ -280,10 +280,9 @@ class _Drafts:
         self._timed()
         self._drafter.add(token)
         self._last, self._kind = token, self._drafter.kind()
-        room, most = answer.room(), ROWS[-1] - 1
-        if room is not None:
-            most = max([m - 1 for m in ROWS if m < room] or [0])
-        most = 0 if self._kind is None else self._pace.count(self._kind, most)
+        room, most = answer.room(), 0
+        if self._kind is not None:
+            most = self._pace.count(self._kind, MOST if room is None else max(0, room - 2))
         self._idle = 0 if most else self._idle + 1
         # What decoding without drafts takes: where a step can be queued, one that was.
         self._rows = 1 if queued or not self._is_late else 0

@@ -32,6 +32,11 @@ from torch_metalmm.tools.serve.single import Single
 NEW = 40
 
 
+def text(tokens: list[int], owner: bytes = b"") -> Any:
+    """One under way that has no drafter yet."""
+    return SimpleNamespace(tokens=tokens, owner=owner, drafter=None, may_draft=True)
+
+
 def guessing(new: Callable[[], Drafter]) -> Guessing:
     """As many drafts as there are rows for."""
     return Guessing(new, ROWS // 2, lambda: Fixed(3))
@@ -163,7 +168,7 @@ def test_the_model_s_own_head(most: int, tmp_path: Path, monkeypatch: pytest.Mon
     right, wrong = check(plain, most, 32, loaded, found)
     both = alone.keys() & proposed.keys()
     assert right + wrong > 3 and (len(both) > 20 or most == 4)
-    assert all(alone[text] == proposed[text] for text in both) and max(read) == 32
+    assert all(alone[each] == proposed[each] for each in both) and max(read) == 32
 
 
 @pytest.mark.parametrize("texts", (1, 2))
@@ -177,11 +182,9 @@ def test_a_drafter_sees_its_own_rows(texts: int) -> None:
             seen.append((start, hidden))
 
     seen, found = list[Any](), guessing(Seeing)
-    many: list[Any] = [
-        SimpleNamespace(tokens=[1], owner=b"", drafter=None, may_draft=True) for _ in range(texts)
-    ]
-    for text in many:
-        found.lend(text)
+    many = [text([1]) for _ in range(texts)]
+    for each in many:
+        found.lend(each)
     found.see(many, [5, 7][:texts], [2, 3][:texts])
     assert [start for start, _ in seen] == [5, 7][:texts]
     for (_, rows), whole, count in zip(seen, Seeing.hidden.rows.split(1), (2, 3), strict=False):
@@ -194,19 +197,19 @@ def test_drafters_are_lent(loaded: Any) -> None:
     the text that begins so."""
     found = guessing(lambda: SmallModel(loaded[0]))
 
-    def text(tokens: list[int], owner: bytes) -> Any:
-        made = SimpleNamespace(tokens=tokens, owner=owner, drafter=None, may_draft=True)
+    def lent(tokens: list[int], owner: bytes) -> Any:
+        made = text(tokens, owner)
         found.lend(made)
         return made
 
-    first, second, third = text([4, 5, 6, 7], b"a"), text([9, 8, 7, 6], b"a"), text([4], b"a")
+    first, second, third = lent([4, 5, 6, 7], b"a"), lent([9, 8, 7, 6], b"a"), lent([4], b"a")
     assert first.drafter and second.drafter and third.drafter is None
     one, other = first.drafter, second.drafter
     for each in (first, second):
         each.drafter.propose(1)
         found.give_back(each)
-    assert text([4, 5, 6, 7, 3], b"a").drafter is one
-    of_another = text([9, 8, 7, 6, 3], b"b")
+    assert lent([4, 5, 6, 7, 3], b"a").drafter is one
+    of_another = lent([9, 8, 7, 6, 3], b"b")
     assert of_another.drafter is not other and of_another.drafter.known([9, 8, 7, 6]) == 0
 
 

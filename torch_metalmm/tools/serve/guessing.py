@@ -8,7 +8,6 @@ from collections.abc import Callable, Hashable, Sequence
 from typing import Protocol
 
 import torch
-from torch import Tensor
 
 from ...hf.drafts import Drafter, Pace, Reads, Sees
 from ..sequence import CHUNK
@@ -20,11 +19,9 @@ class Drafted(Protocol):
     """A text under way. drafter: one that is lent; None: there is none."""
 
     tokens: list[int]
+    owner: bytes
     drafter: Drafter | None
     may_draft: bool
-
-    @property
-    def owner(self) -> bytes: ...
 
 
 class Guessing:
@@ -87,7 +84,8 @@ class Guessing:
         ):
             if isinstance(text.drafter, Sees):
                 try:
-                    text.drafter.see(start, _own(rows[:, :count]))
+                    # A copy: a view would keep the rows of all texts.
+                    text.drafter.see(start, rows[:, :count].clone())
                 except Exception as error:
                     self._lose(text, error)
 
@@ -136,10 +134,3 @@ class Guessing:
 
 def _known(drafter: Drafter, tokens: list[int]) -> int:
     return drafter.known(tokens) if isinstance(drafter, Reads) else 0
-
-
-def _own(rows: Tensor) -> Tensor:
-    """The rows in memory of their own: others' are given back sooner."""
-    return (
-        rows if rows.numel() == rows.untyped_storage().nbytes() // rows.itemsize else rows.clone()
-    )
