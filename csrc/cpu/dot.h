@@ -8,18 +8,17 @@ namespace metalmm::cpu::MM_ISA {
 // Rows of W per pass for m rows of x: rows * m accumulators and the decoded weights live in
 // registers, of which there are 32 (AVX-512, NEON) or 16. More rows share each load of x and give
 // memory more streams; decoding a block of 256 takes more registers than a block of 32. Zen 4,
-// q5_k, M = 4: two rows 2.4 ms, four 3.5. Dense values take fewest: M = 8, cycles for 16 weights
-// and 8 rows of x, of which 8 are fma: f16 9.4 with two rows, where x comes from the second-level
-// cache as fast as it can, 8.4 with three; q4_0 9.5 and 9.9. Rejected: parts of K whose x stays in
-// the first-level cache, sums kept between them: q4_0 10.5.
+// q5_k, M = 4: two rows 2.4 ms, four 3.5. M = 8, where x comes from the second-level cache: q4_0
+// with two rows 4.9 ms, with three 4.5, q4_k 5.1 and 5.4 (Xeon with AVX-512, 14336 x 4096).
+// Rejected: rows decoded to memory, then tiles of 4 x 4 or 3 x 8 of parts of K, sums kept between
+// them: q4_0 5.2.
 template <class Codec>
 constexpr int dot_rows(int m) {
 #if defined(__AVX2__) && !defined(__AVX512F__)
   return m == 1 ? 4 : m == 2 ? 3 : m <= 4 ? 2 : 1;
 #else
   if (Codec::kBlockValues > kChunkValues) return m <= 3 ? 3 : 2;
-  if (Codec::kTailValueBytes > 0) return m <= 4 ? 4 : 3;
-  return m <= 4 ? 4 : m <= 6 ? 3 : 2;
+  return m <= 4 ? 4 : 3;
 #endif
 }
 

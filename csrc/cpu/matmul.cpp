@@ -9,6 +9,7 @@
 
 #include "dense.h"
 #include "int8/matmul.h"
+#include "lines.h"
 #include "ops/exact_rows.h"
 #include "ops/tensors.h"
 #include "parallel.h"
@@ -31,7 +32,7 @@ constexpr int64_t kTaskColumns = 256;
 struct Prepared {
   DotKernel kernel;
   const float* x;
-  std::vector<float> buffer;
+  Lines<float> buffer;
 
   Prepared(const CodecKernels& codec, const at::Tensor& from, int index, bool in_steps)
       : kernel(codec.dot[index]), x(elements<float>(from)) {
@@ -78,10 +79,10 @@ void dot_rows(const CodecKernels& codec, const Weight& w, const at::Tensor& x, a
 
 // x [M, K] as panels of `width` rows: x[p * width + lane, k] at (p * K + k) * width + lane, zero
 // beyond M.
-std::vector<float> pack_panels(const at::Tensor& x, int width) {
+Lines<float> pack_panels(const at::Tensor& x, int width) {
   const int64_t m = x.size(0), k = x.size(1), stride = x.stride(0);
   const int64_t panels = (m + width - 1) / width;
-  std::vector<float> out(panels * k * width);
+  Lines<float> out(panels * k * width);
   const float* from = elements<float>(x);
   parallel_for(0, panels, std::max<int64_t>(1, 4096 / std::max<int64_t>(k, 1)),
                [&](int64_t first, int64_t last) {
@@ -133,12 +134,12 @@ struct Gemm {
 void gemm(const CodecKernels& codec, const Weight& w, const at::Tensor& x, at::Tensor y) {
   const IsaKernels& isa = current_isa();
   const int64_t m = x.size(0), n = y.size(1);
-  const std::vector<float> panels = pack_panels(x, isa.width);
+  const Lines<float> panels = pack_panels(x, isa.width);
   const Gemm job{isa, codec, w, panels.data(), m, n, y.mutable_data_ptr<float>()};
   const int64_t row_tasks = (n + kTaskRows - 1) / kTaskRows;
   const int64_t column_tasks = (m + kTaskColumns - 1) / kTaskColumns;
   parallel_for(0, row_tasks * column_tasks, 1, [&](int64_t first, int64_t last) {
-    std::vector<float> c(kTaskRows * kTaskColumns), decoded(kTaskRows * kDecodeStride);
+    Lines<float> c(kTaskRows * kTaskColumns), decoded(kTaskRows * kDecodeStride, 0.f);
     for (int64_t i = first; i < last; ++i) {
       const int64_t n0 = i % row_tasks * kTaskRows, m0 = i / row_tasks * kTaskColumns;
       job.task(n0, std::min(n, n0 + kTaskRows), m0, std::min(m, m0 + kTaskColumns), c.data(),

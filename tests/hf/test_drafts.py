@@ -17,6 +17,8 @@ from torch import Tensor, nn
 from transformers import DynamicCache, StoppingCriteriaList
 
 from torch_metalmm import PackedCache, activations_
+from torch_metalmm.hf import answer as hf_answer
+from torch_metalmm.hf.answer import Chooser
 from torch_metalmm.hf.decoding import _Steps, decode, drafter_of
 from torch_metalmm.hf.drafts import Lookup, Pace, SmallModel
 from torch_metalmm.models.cache_argument import cache_of_generate
@@ -49,6 +51,32 @@ def answer(model: Any, prompt: Tensor, cache: Any = None, **how: Any) -> Tensor:
         prompt, **{cache_of_generate(): cache}, custom_generate=decode, **own
     )
     return out
+
+
+def test_rows_that_are_drawn_before_they_are_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As on a GPU: of a seed the tokens and the next draw are those of rows one by one."""
+    model, prompt = model_of(), ids(1, 9)
+    want = answer(model, prompt, **SAMPLED)
+    draw, drawn = torch.rand(4), list[int]()
+    ahead = Chooser._drawn
+
+    def counted(self: Chooser, logits: Tensor) -> Any:
+        drawn.append(logits.shape[1])
+        return ahead(self, logits)
+
+    monkeypatch.setattr(hf_answer, "_draws_ahead", lambda _: True)
+    monkeypatch.setattr(Chooser, "_drawn", counted)
+    for wrong, most in ((99, 7), (1, 1), (3, 3)):
+        drawn.clear()
+        draft = Told(want[0].tolist(), wrong)
+        got = answer(model, prompt, draft=draft, pace=Fixed(most), **SAMPLED)
+        assert torch.equal(got, want) and torch.equal(torch.rand(4), draw)
+        assert max(drawn) == most + 1
+        penalised = answer(model, prompt, **SAMPLED, repetition_penalty=1.4)  # which reads tokens
+        drawn.clear()
+        given = SAMPLED | {"draft": Told(penalised[0].tolist(), wrong), "pace": Fixed(most)}
+        assert torch.equal(answer(model, prompt, **given, repetition_penalty=1.4), penalised)
+        assert not drawn
 
 
 @pytest.mark.parametrize("given", [GREEDY, SAMPLED], ids=["greedy", "sampled"])

@@ -63,8 +63,6 @@ def test_a_list_becomes_a_graph(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Captured, "made", 0)
     model = model_of()
     steps = steps_of(model)
-    stepped(model, model)
-    assert Captured.made == 0  # on a CPU ops are called
     cache = PackedCache(model.config, "q8_0/q8_0")
     with emulated():
         want = stepped(steps.original, model)
@@ -72,7 +70,26 @@ def test_a_list_becomes_a_graph(monkeypatch: pytest.MonkeyPatch) -> None:
         assert "passes in 1 list, as a graph of torch's" in explain(model)
     assert Captured.made == 1
     assert all(map(torch.equal, got, want))
-    assert steps.replays == 2 * REPLAYED
+    assert steps.replays == REPLAYED
+
+
+@pytest.mark.parametrize("op, graphs_made", [("aten::mul", 1), ("aten::nonzero", 0)])
+def test_an_op_that_waits_for_values_makes_no_graph(
+    op: str, graphs_made: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(graphs.GRAPHS, "cpu", Captured)
+    monkeypatch.setattr(Captured, "made", 0)
+    runs = graphs.Runs(lambda: [torch.ones(2)], torch.device("cpu"), ["aten::add", op], 0)
+    assert all(len(runs()) == 1 for _ in range(graphs.AFTER + 2))
+    assert Captured.made == graphs_made
+
+
+def test_ops_of_torch_are_captured(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(graphs.GRAPHS, "cpu", Captured)
+    monkeypatch.setattr(Captured, "made", 0)
+    model = model_of()  # on a CPU all ops are called
+    stepped(model, model)
+    assert Captured.made == 1
 
 
 def test_a_list_that_torch_does_not_capture_is_run(monkeypatch: pytest.MonkeyPatch) -> None:

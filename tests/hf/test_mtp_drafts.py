@@ -13,6 +13,7 @@ from test_drafts import GREEDY, SAMPLED, Fixed, answer
 from transformers import DynamicCache
 
 from torch_metalmm import PackedCache, fuse_, load_mtp, quantize_
+from torch_metalmm.hf.drafts import ROWS
 from torch_metalmm.hf.mtp import Mtp
 from torch_metalmm.hf.replay import replayed
 
@@ -78,6 +79,7 @@ def test_tokens_are_those_without_drafts(
     for each in (model, head):
         steps = replayed(each)
         assert steps is not None and (steps.replays > 20 or family == "deepseek_v3")
+        assert {kind.ids.shape[1] for kind in steps.kinds()} <= set(ROWS)
     draft.check()
 
 

@@ -2,11 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Generator
 from typing import Any
 
 import torch
 from torch import Tensor
+from transformers.generation import logits_process as of
+
+# Processors that look at the scores alone, not at the tokens before.
+_OF_SCORES = {
+    *(of.TemperatureLogitsWarper, of.TopKLogitsWarper, of.TopPLogitsWarper, of.MinPLogitsWarper),
+    *(of.TypicalLogitsWarper, of.EpsilonLogitsWarper, of.EtaLogitsWarper),
+    *(of.LogitNormalization, of.InfNanRemoveLogitsProcessor),
+}
 
 
 class Token:
@@ -22,32 +30,51 @@ class Chooser:
 
     def __init__(self, processors: Any, draws: bool, ids: Tensor, answer: Answer) -> None:
         self._processors, self._draws, self._answer = processors, draws, answer
-        # A processor may read the tokens before; without one they are not kept here.
-        self._tokens = _Growing(ids) if len(processors) else None
+        self._ids = ids
+        reads = any(type(p) not in _OF_SCORES for p in processors)
+        self._tokens = _Growing(ids) if reads else None
 
     def choose(self, logits: Tensor) -> Token:
         """logits: [B, vocabulary]."""
-        scores = logits.float()
-        if self._tokens is not None:
-            scores = self._processors(self._tokens.all(), scores)
-        token = self._chosen(scores)
+        token = self._chosen(logits)
         token.chosen = self._answer.padded(token.chosen)
         if self._tokens is not None:
             self._tokens.append(token.chosen)
         return token
 
-    def of_rows(self, logits: Tensor) -> Iterator[Token]:
+    def of_rows(self, logits: Tensor) -> Generator[Token]:
         """The tokens behind each row of logits [1, rows, vocabulary], as far as they are asked for:
-        a processor reads those before, and a generator draws no more than one by one."""
-        if self._draws or self._tokens is not None:
+        a processor may read those before."""
+        if self._tokens is not None or (self._draws and not _draws_ahead(logits.device)):
             for row in range(logits.shape[1]):
                 yield self.choose(logits[:, row])
-            return
-        chosen = Copied(Token(logits[0].float().argmax(-1), None)).read()
-        for row in range(len(chosen)):
-            yield Token(chosen[row : row + 1], None)
+        elif self._draws:
+            yield from self._drawn(logits)
+        else:
+            chosen = Copied(self._chosen(logits[0])).read()
+            for row in range(len(chosen)):
+                yield Token(chosen[row : row + 1], None)
 
-    def _chosen(self, scores: Tensor) -> Token:
+    def _drawn(self, logits: Tensor) -> Generator[Token]:
+        """All rows are drawn before the host waits; once no more are asked for the generator goes
+        back to where the last of them has left it."""
+        device, tokens, states = logits.device, list[Token](), list[Tensor]()
+        for row in range(logits.shape[1]):
+            tokens.append(self._chosen(logits[:, row]))
+            states.append(_generator_state(device))
+        weights = [t.weight for t in tokens if t.weight is not None]
+        all_rows = Token(torch.cat([t.chosen for t in tokens]), torch.cat(weights))
+        chosen, weight = Copied(all_rows).on_host()
+        asked = 0
+        try:
+            for asked in range(len(tokens)):
+                yield Token(chosen[asked : asked + 1], weight[asked : asked + 1])
+        finally:
+            _generator_state(device, states[asked])
+
+    def _chosen(self, logits: Tensor) -> Token:
+        before = self._ids if self._tokens is None else self._tokens.all()
+        scores: Tensor = self._processors(before, logits.float())
         if not self._draws:
             return Token(scores.argmax(-1), None)
         # torch.multinomial of one sample, with its generator and by its formula, but for its look
@@ -55,6 +82,22 @@ class Chooser:
         shares = scores.softmax(-1)
         weight, chosen = (shares / torch.empty_like(shares).exponential_(1)).max(-1)
         return Token(chosen, weight)
+
+
+def _draws_ahead(device: torch.device) -> bool:
+    """Whether rows are drawn that may not be asked for: on a CPU no draw is saved a wait."""
+    return device.type != "cpu"
+
+
+def _generator_state(device: torch.device, state: Tensor | None = None) -> Tensor:
+    """That of the device's default generator, which gets `state` where there is one."""
+    module: Any = torch.random if device.type == "cpu" else torch.get_device_module(device)
+    which = (device,) if device.type == "cuda" else ()
+    if state is not None:
+        module.set_rng_state(state, *which)
+        return state
+    found: Tensor = module.get_rng_state(*which)
+    return found
 
 
 class Copied:
@@ -73,10 +116,15 @@ class Copied:
         self._event = torch.Event(device=device)
         self._event.record()
 
-    def read(self) -> Tensor:
-        """int64 [B]. RuntimeError: drawn from logits that are NaN or infinite."""
+    def on_host(self) -> list[Tensor]:
+        """What is chosen and, if it was drawn, the weights."""
         if self._event is not None:
             self._event.synchronize()
+        return self._parts
+
+    def read(self) -> Tensor:
+        """int64 [B]. RuntimeError: drawn from logits that are NaN or infinite."""
+        self.on_host()
         if len(self._parts) > 1 and not bool(self._parts[1].isfinite().all()):
             raise RuntimeError("logits: NaN or Inf; no token can be drawn from them")
         return self._parts[0]

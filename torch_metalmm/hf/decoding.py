@@ -305,8 +305,9 @@ class _Drafts:
             steps.advance(rows, may_forget=True)
             right, is_over = 0, False
             token: Token | None = None
+            tokens = chooser.of_rows(steps.logits)
             try:
-                for token in chooser.of_rows(steps.logits):
+                for token in tokens:
                     if right == len(drafted):
                         break
                     read = Copied(token).read()
@@ -318,6 +319,7 @@ class _Drafts:
                         break
                     right += 1
             finally:
+                tokens.close()
                 steps.forget(len(drafted) - right)
         self._rows = len(rows[0])
         self._timed()

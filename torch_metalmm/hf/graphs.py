@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 
 import torch
 from torch import Tensor
 
+_OF_VALUES = {torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape}
 AFTER = 2  # runs of a list, with which allocators and libraries are warm
 
 
@@ -38,6 +39,13 @@ class CudaGraph:
         return [t.clone() for t in self._results[:count]] + self._results[count:]
 
 
+def _waits(name: str) -> bool:
+    """Whether the host waits for what an op, "aten::nonzero", computes, by its tags."""
+    namespace, _, op = name.partition("::")
+    packet = getattr(getattr(torch.ops, namespace), op)
+    return any(_OF_VALUES.intersection(getattr(packet, o).tags) for o in packet.overloads())
+
+
 # By type of device. MPS gets its own here when torch has released one (pull request 189019).
 GRAPHS: dict[str, type[CudaGraph]] = {"cuda": CudaGraph}
 
@@ -45,14 +53,18 @@ GRAPHS: dict[str, type[CudaGraph]] = {"cuda": CudaGraph}
 class Runs:
     """A list that is run for each step: by itself, then as a graph where its device has those.
 
-    is_launches: whether it is of launches alone; an op of torch's may wait for the host.
+    called: the names of torch's ops in it. With one that waits for values there is no graph.
     """
 
     def __init__(
-        self, run: Callable[[], list[Tensor]], device: torch.device, is_launches: bool, shown: int
+        self,
+        run: Callable[[], list[Tensor]],
+        device: torch.device,
+        called: Iterable[str],
+        shown: int,
     ) -> None:
         self._run, self._device, self._shown, self._count = run, device, shown, 0
-        self._kind = GRAPHS.get(device.type) if is_launches else None
+        self._kind = None if any(map(_waits, set(called))) else GRAPHS.get(device.type)
         self.graph: CudaGraph | None = None
         self.refusal = ""  # of torch, to capture the list
 

@@ -9,10 +9,10 @@ import torch
 from torch import Tensor
 
 from ..models.mtp import MtpHead
-from ..nn.exact import MOST
+from ..nn.exact import MOST, exact_rows
 from ..nn.hidden import LastHidden, last_hidden
 from .cache import PackedCache
-from .drafts import EXPECTED, agreeing
+from .drafts import EXPECTED, ROWS, agreeing
 from .replay import Replayed, replayed
 
 
@@ -28,8 +28,9 @@ class Mtp:
         self.hidden = last_hidden(model) or LastHidden(model)
         self._tokens: list[int] = []
         # The head's cache has a row of each position from the first one on that is read, and the
-        # token behind it; the model's rows of those behind, as far as known, are here.
-        self._first = self._read = self._known = 0
+        # token behind it; the model's rows of those behind, as far as known, are here, and of a few
+        # before them.
+        self._first = self._read = self._known = self._before = 0
         self._rows: list[Tensor] = []
 
     def begin(self, tokens: list[int]) -> None:
@@ -46,14 +47,14 @@ class Mtp:
         if start > self._known:  # a text of which the head has not seen a part
             self._first += start - self._read
             self._read = start
-            self._rows.clear()
+            self._forget()
         self._rows.append(hidden)
         self._known = start + hidden.shape[1]
 
     def _cut(self, most: int) -> None:
         """Forget what the head has read from the position `most` on, and those beside the text."""
         if most < self._read:
-            self._rows.clear()  # they are of later positions
+            self._forget()  # they are of later positions
             self._known = self._read = max(0, most)
             self._first = min(self._first, self._read)
         beside = self._cache.get_seq_length() - (self._read - self._first)
@@ -64,8 +65,12 @@ class Mtp:
         """Forget the model's rows from that position on."""
         if self._known > known:
             self._known = max(known, self._read)
-            count = self._known - self._read
+            count = self._before + self._known - self._read
             self._rows = [torch.cat(self._rows, 1)[:, :count]] if count else []
+
+    def _forget(self) -> None:
+        self._rows.clear()
+        self._before = 0
 
     def add(self, token: int) -> None:
         self._tokens.append(token)
@@ -99,12 +104,24 @@ class Mtp:
         return likeliest
 
     def _read_on(self, count: int) -> tuple[Tensor, Tensor]:
-        """The next so many positions of the text, by the model's rows; as _step."""
-        rows, begin = torch.cat(self._rows, 1), self._read + 1
-        given = torch.tensor([self._tokens[begin : begin + count]], device=rows.device)
-        found = self._step(given, rows[:, :count], begin)
+        """The next so many positions of the text, by the model's rows; as _step.
+
+        Few positions with some before them, so that there are as many kinds of steps as of the
+        model's, each of which is recorded and compiled.
+        """
+        rows, again = torch.cat(self._rows, 1), 0
+        if count <= MOST:
+            again = next(m for m in ROWS if m >= count) - count
+            again = again if again <= min(self._before, self._read - self._first) else 0
+        if again:
+            self._cache.crop(-again)
+        begin, own = self._read - again, rows[:, self._before - again :]
+        given = torch.tensor([self._tokens[begin + 1 :][: again + count]], device=rows.device)
+        found = self._step(given, own[:, : again + count], begin + 1)
         self._read += count
-        self._rows = [rows[:, count:]] if rows.shape[1] > count else []
+        end = self._before + count
+        self._before = min(end, MOST)
+        self._rows = [rows[:, end - self._before :]]
         return found
 
     def _step(self, given: Tensor, hidden: Tensor, begin: int) -> tuple[Tensor, Tensor]:
@@ -113,11 +130,12 @@ class Mtp:
         at = torch.arange(begin, begin + given.shape[1], device=given.device)[None]
         self.head.given.take(hidden)
         try:
-            logits = self.head(input_ids=given, position_ids=at, cache=self._cache).logits
+            with exact_rows(given.shape[1] <= MOST):  # by the fewest ops
+                logits = self.head(input_ids=given, position_ids=at, cache=self._cache).logits
         except BaseException:  # within the layer, whose rows may be half there
             self._cache.reset()
             self._first = self._read = self._known = len(self._tokens) - 1
-            self._rows.clear()
+            self._forget()
             raise
         assert self._g.rows is not None  # of the head's step
         return logits[:, -1].argmax(-1, keepdim=True), self._g.rows[:, -1:]

@@ -3,8 +3,8 @@
 // kRows rows of queries through the slots that they see, and keeps the largest score, the sum of
 // weights and the weighed values of each row, as flash attention does.
 #include <array>
-#include <memory>
 
+#include "cpu/lines.h"
 #include "cpu/parallel.h"
 #include "scores.h"
 
@@ -25,13 +25,13 @@ struct Head {
   Span span;  // begins at a multiple of kChunk
   // [slots / width][dim][width] and [dim / width][slots][width]. What is beyond the slots or the
   // values of a row is not set, and no result has any of it.
-  std::unique_ptr<float[]> keys, values;
+  Lines<float> keys, values;
 
   Head(const Attention& a, int64_t index, int64_t width)
       : b(index / a.kv_heads), kv_head(index % a.kv_heads), span(a.seen_by(b, 0, a.queries)) {
     span.first -= span.first % kChunk;
-    keys.reset(new float[round_up(slots(), width) * a.dim]);
-    values.reset(new float[round_up(a.dim, width) * slots()]);
+    keys.resize(round_up(slots(), width) * a.dim);
+    values.resize(round_up(a.dim, width) * slots());
   }
 
   int64_t slots() const { return span.last - span.first; }
@@ -40,7 +40,7 @@ struct Head {
   void decode(const Attention& a, int64_t t, int64_t width, float* rows) {
     const int64_t n = std::min(width, slots() - t), from = span.first + t;
     a.decode(a.keys, b, kv_head, from, n, a.dim, rows);
-    float* to = keys.get() + t * a.dim;
+    float* to = keys.data() + t * a.dim;
     for (int64_t d = 0; d < a.dim; ++d) {
       for (int64_t lane = 0; lane < n; ++lane) to[d * width + lane] = rows[lane * a.dim + d];
     }
@@ -48,7 +48,7 @@ struct Head {
     for (int64_t d = 0; d < a.dim; d += width) {
       const int64_t own = std::min(width, a.dim - d);
       for (int64_t i = 0; i < n; ++i) {
-        std::copy_n(rows + i * a.dim + d, own, values.get() + d * slots() + (t + i) * width);
+        std::copy_n(rows + i * a.dim + d, own, values.data() + d * slots() + (t + i) * width);
       }
     }
   }
@@ -57,14 +57,14 @@ struct Head {
 // What a thread has for the rows of its task.
 struct Scratch {
   const IsaKernels& isa = current_isa();
-  int64_t padded;                      // values of a row of sums
-  std::vector<float> q, scores, sums;  // rows of q: [dim / kDecodeK][kRows][kDecodeStride]
+  int64_t padded;                // values of a row of sums
+  Lines<float> q, scores, sums;  // rows of q: [dim / kDecodeK][kRows][kDecodeStride]
   std::array<float, kRows> tops, totals;
 
   explicit Scratch(int64_t dim)
       : padded(round_up(dim, isa.width)),
-        q((dim + kDecodeK - 1) / kDecodeK * kRows * kDecodeStride),
-        scores(kRows * kDecodeStride),
+        q((dim + kDecodeK - 1) / kDecodeK * kRows * kDecodeStride, 0.f),
+        scores(kRows * kDecodeStride, 0.f),
         sums(kRows * padded) {}
 };
 
@@ -120,7 +120,7 @@ struct Task {
 
   void multiply_keys(Span chunk) const {
     const int64_t width = s.isa.width, n = chunk.last - chunk.first;
-    const float* keys = head.keys.get() + (chunk.first - head.span.first) * a.dim;
+    const float* keys = head.keys.data() + (chunk.first - head.span.first) * a.dim;
     each_tile((n + width - 1) / width, [&](TileKernel tile, int64_t r, int64_t p) {
       for (int64_t k = 0; k < a.dim; k += kDecodeK) {
         tile({s.q.data() + (k * kRows / kDecodeK + r) * kDecodeStride,
@@ -150,7 +150,7 @@ struct Task {
   void weigh_values(Span chunk, int64_t first) const {
     const int64_t width = s.isa.width, slots = head.slots();
     const float* scores = s.scores.data() + first - chunk.first;
-    const float* values = head.values.get() + (first - head.span.first) * width;
+    const float* values = head.values.data() + (first - head.span.first) * width;
     each_tile(s.padded / width, [&](TileKernel tile, int64_t r, int64_t p) {
       tile({scores + r * kDecodeStride, values + p * slots * width, slots * width,
             chunk.last - first, s.sums.data() + r * s.padded + p * width, s.padded, true});
@@ -175,7 +175,7 @@ void attend_matrix(const Attention& a, float* out) {
     for (int64_t h = i; h < std::min(all, i + most); ++h) heads.emplace_back(a, h, width);
     const int64_t panels = (a.longest() + width - 1) / width;
     parallel_for(0, heads.size() * panels, 4, [&](int64_t first, int64_t last) {
-      std::vector<float> scratch(width * a.dim);
+      Lines<float> scratch(width * a.dim);
       for (int64_t p = first; p < last; ++p) {
         Head& head = heads[p / panels];
         const int64_t t = p % panels * width;

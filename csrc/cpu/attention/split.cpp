@@ -3,6 +3,7 @@
 // part is depends on the length of the context alone, so results do not on the number of threads.
 #include <cstdint>
 
+#include "cpu/lines.h"
 #include "cpu/parallel.h"
 #include "scores.h"
 
@@ -20,7 +21,7 @@ int64_t part_slots(int64_t length) {
 // Queries as the dot kernels take them: groups of up to kMaxDotRows rows.
 struct Queries {
   int64_t rows, dim;
-  std::vector<float> values;  // [heads of keys of the batch][groups of rows], interleaved
+  Lines<float> values;  // [heads of keys of the batch][groups of rows], interleaved
   int64_t head_stride;
 
   Queries(const Attention& a) : rows(a.group() * a.queries), dim(round_up(a.dim, kChunkValues)) {
@@ -56,7 +57,8 @@ struct Split {
   const Queries& x;
   int64_t part, parts;  // the largest of a sequence: its slots, and how many there are
   // Of each part: largest score, sum of weights, and sum of weighed values of each row.
-  std::vector<float> tops, sums, weighed;
+  std::vector<float> tops, sums;
+  Lines<float> weighed;
   const Format& f32 = format_by_name("f32");
 
   Split(const Attention& attention, const Queries& queries)
@@ -157,8 +159,8 @@ void attend_split(const Attention& a, float* out) {
   const int64_t work = std::min(split.part, a.longest()) * x.rows * x.dim;
   parallel_for(0, kv * split.parts, std::max<int64_t>(1, (1 << 16) / work),
                [&](int64_t first, int64_t last) {
-                 std::vector<float> s((x.rows + kMaxDotRows) * split.part);
-                 std::vector<float> decoded(kBlockSlots * x.dim);
+                 Lines<float> s((x.rows + kMaxDotRows) * split.part);
+                 Lines<float> decoded(kBlockSlots * x.dim);
                  for (int64_t i = first; i < last; ++i) {
                    split.task(i / split.parts, i % split.parts, s.data(), decoded.data());
                  }

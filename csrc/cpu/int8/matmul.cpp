@@ -1,10 +1,10 @@
 #include "matmul.h"
 
 #include <algorithm>
-#include <memory>
 #include <numeric>
 #include <vector>
 
+#include "cpu/lines.h"
 #include "cpu/parallel.h"
 #include "ops/tensors.h"
 
@@ -22,29 +22,14 @@ constexpr int64_t kTaskColumns = 256;
 // Values that a thread rounds at least.
 constexpr int64_t kGrainRounded = 1 << 14;
 
-// Memory for vectors, uninitialised.
-class Aligned {
- public:
-  explicit Aligned(int64_t bytes) : memory_(new uint8_t[bytes + 63]) {
-    const auto address = reinterpret_cast<uintptr_t>(memory_.get());
-    data_ = memory_.get() +
-            (round_up(static_cast<int64_t>(address), 64) - static_cast<int64_t>(address));
-  }
-  uint8_t* get() const { return data_; }
-
- private:
-  std::unique_ptr<uint8_t[]> memory_;
-  uint8_t* data_;
-};
-
 // Rows of x as panels of a layout: `rows` in each, of `parts` rows of codes.
 struct Panels {
   Layout layout;
   int64_t rows, count, stride;  // stride in bytes
-  Aligned memory;
+  Lines<uint8_t> memory;
   // From a chunk of a panel on.
   const uint8_t* at(int64_t panel, int64_t chunk, const Kind& kind) const {
-    return memory.get() + panel * stride + chunk * layout.chunk_bytes(kind.sub);
+    return memory.data() + panel * stride + chunk * layout.chunk_bytes(kind.sub);
   }
 };
 
@@ -52,7 +37,7 @@ Panels pack(const at::Tensor& x, const Kind& kind, const Layout& layout, int par
             const ByParts<PackKernel>& kernels) {
   const int64_t m = x.size(0), chunks = x.size(1) / kChunkValues, rows = layout.rows() / parts;
   const int64_t panels = (m + rows - 1) / rows, stride = chunks * layout.chunk_bytes(kind.sub);
-  Panels out{layout, rows, panels, stride, Aligned(panels * stride)};
+  Panels out{layout, rows, panels, stride, Lines<uint8_t>(panels * stride)};
   const PackKernel kernel = kernels[parts - 1];
   const float* from = elements<float>(x);
   const int64_t x_stride = x.stride(0);
@@ -61,7 +46,7 @@ Panels pack(const at::Tensor& x, const Kind& kind, const Layout& layout, int par
     for (int64_t p = first / chunks; p * chunks < last; ++p) {
       kernel({from + p * rows * x_stride, x_stride, std::min(rows, m - p * rows),
               std::max<int64_t>(first - p * chunks, 0), std::min(last - p * chunks, chunks),
-              kind.offset, out.memory.get() + p * stride});
+              kind.offset, out.memory.data() + p * stride});
     }
   });
   return out;
@@ -69,12 +54,12 @@ Panels pack(const at::Tensor& x, const Kind& kind, const Layout& layout, int par
 
 // Decoded rows of W, and what they are multiplied to.
 struct Scratch {
-  std::vector<uint8_t> codes;
-  std::vector<float> scale, min, c;
+  Lines<uint8_t> codes;
+  Lines<float> scale, min, c;
   Scratch(int64_t rows, int64_t results)
-      : codes(rows * kCodeStride),
-        scale(rows * kScaleStride),
-        min(rows * kScaleStride),
+      : codes(rows * kCodeStride, 0),
+        scale(rows * kScaleStride, 0.f),
+        min(rows * kScaleStride, 0.f),
         c(results) {}
   Decoded rows() { return {codes.data(), scale.data(), min.data()}; }
 };
@@ -90,10 +75,10 @@ struct Product {
 
 // A row of x [K] as gemv takes it.
 struct Rounded {
-  Aligned memory;
+  Lines<uint8_t> memory;
   RoundedRow row;
   Rounded(const float* x, int64_t k, int parts, const Kind& kind, const KindKernels& kernels)
-      : memory(RoundedRow::bytes(k, parts)), row(RoundedRow::in(memory.get(), k, parts)) {
+      : memory(RoundedRow::bytes(k, parts)), row(RoundedRow::in(memory.data(), k, parts)) {
     parallel_for(0, k / kChunkValues, kGrainRounded / kChunkValues,
                  [&](int64_t first, int64_t last) {
                    kernels.round[parts - 1](x, first, last, kind.offset, row);
