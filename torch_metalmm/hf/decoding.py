@@ -19,11 +19,11 @@ from transformers.generation.configuration_utils import GenerationMode
 
 from ..models.cache_argument import NAMES, cache_in, with_cache
 from ..models.mtp import MtpHead
-from ..nn.again import Again, noted
+from ..nn.again import noted
 from ..nn.exact import MOST, exact_rows
 from .answer import Answer, Chooser, Copied, Token
 from .cache import PackedCache
-from .caches.hybrid import States, states_of
+from .caches.hybrid import States, crop_rows
 from .caches.layers import PackedLayer
 from .drafts import EXPECTED, Drafter, Lookup, Pace, Sees, SmallModel
 from .mtp import Mtp
@@ -206,7 +206,6 @@ class _Steps:
         self._all_logits = {n: 0 for n in kept}  # of each token of a step
         self._tokens = ids  # of the last step
         self._before = States(())  # this step, where it may be forgotten
-        self._again: Again | None = None
         self._positions: Tensor | None = given.get("position_ids")
         if self._positions is not None:
             self._positions = self._positions[:, -ids.shape[1] :].expand(len(ids), -1)
@@ -230,8 +229,7 @@ class _Steps:
             self._positions = self._positions[:, -1:] + more
         self._tokens = tokens
         self._before = States(self._cache.layers if may_forget else ())
-        self._again = Again() if self._before else None
-        with noted(self._again):
+        with noted(self._before.again):
             self.logits = self._forward(tokens, self._all_logits if tokens.shape[1] > 1 else {})
 
     def forget(self, count: int) -> None:
@@ -240,18 +238,12 @@ class _Steps:
             return
         if self._positions is not None:
             self._positions = self._positions[:, :-count]
-        if self._again is None:
+        if self._before.again is None:
             self._cache.crop(-count)
             return
-        self._before.restore()
-        whole = self._again.moves(states_of(self._cache.layers))
-        for layer in self._cache.layers:
-            if isinstance(layer, PackedLayer):
-                PackedLayer.crop(layer, -count if whole else -self._tokens.shape[1])
-        if whole:
-            with torch.inference_mode():
-                self._again.run(self._tokens.shape[1] - count)
-        else:
+        whole = self._before.go_back(self._tokens.shape[1] - count)
+        crop_rows(self._cache.layers, count if whole else self._tokens.shape[1])
+        if not whole:
             self._forward(self._tokens[:, :-count], self._all_logits)
 
 

@@ -18,6 +18,7 @@ from ..models.cache_argument import with_cache
 from ..nn.exact import MOST
 from ..nn.hidden import LastHidden
 from .cache import PackedCache
+from .caches.hybrid import States, crop_rows, states_of
 
 # Rows of a step: the last token and 0, 1, 3 or 7 that are drafted. Each number of rows is a step
 # that is recorded on its own, and no more have the bits of single ones.
@@ -130,16 +131,15 @@ class Lookup:
 
 
 class SmallModel:
-    """The likeliest tokens of a model of the same vocabulary, on a cache of its own."""
+    """The likeliest tokens of a model of the same vocabulary, on a cache of its own.
+
+    Recurrent layers go back to their states before the last drafts, and read on from there.
+    """
 
     def __init__(self, model: Any) -> None:
-        """ValueError: the model's cache cannot go back (recurrent layers)."""
         self.model = model
         self._cache: Any = PackedCache(model.config)
-        if any(hasattr(layer, "recurrent_states") for layer in self._cache.layers):
-            raise ValueError(
-                f"draft: a {type(model).__name__}, whose recurrent layers cannot go back"
-            )
+        self._states, self._behind = States(()), 0  # of recurrent layers, behind so many tokens
         self._tokens: list[int] = []
         self._held: list[int] = []  # those that the cache has rows of
         self._known = 0  # of the held ones that are the text's
@@ -157,23 +157,25 @@ class SmallModel:
         return agreeing(self._held, tokens)
 
     def catch_up(self, most: int) -> bool:
-        unread = self._unread()
-        if len(unread) <= MOST:
-            return True
         with torch.inference_mode():
+            unread = self._unread()
+            if len(unread) <= MOST:
+                return True
             self._read(unread[:-1][:most])
         self._known = len(self._held)
         return False
 
     def propose(self, most: int) -> list[int]:
-        unread = self._unread()
-        self._known = len(self._tokens)  # once these are read
         found: list[int] = []
         with torch.inference_mode():
+            unread = self._unread()
+            self._known = len(self._tokens)  # once these are read
             while True:
                 found.append(self._read(unread))
                 if len(found) == most:
                     return found
+                if len(found) == 1:
+                    self._states, self._behind = States(self._cache.layers), len(self._held)
                 unread = found[-1:]
 
     def _unread(self) -> list[int]:
@@ -181,9 +183,26 @@ class SmallModel:
         tokens, held = self._tokens, self._held
         same = agreeing(held, tokens[:-1], min(self._known, len(tokens) - 1))
         if len(held) > same:
-            self._cache.crop(same - len(held))
+            same = self._go_back(same)
         self._held = tokens[:same]
         return tokens[same:]
+
+    def _go_back(self, most: int) -> int:
+        """Forget what is held behind `most` tokens, or fewer: how many stay."""
+        if not states_of(self._cache.layers):
+            self._cache.crop(most - len(self._held))
+            return most
+        if not 0 < self._behind <= most:
+            self._reset()
+            return 0
+        self._states.restore()
+        crop_rows(self._cache.layers, len(self._held) - self._behind)
+        return self._behind
+
+    def _reset(self) -> None:
+        self._held.clear()
+        self._known = self._behind = 0
+        self._cache.reset()
 
     def _read(self, unread: list[int]) -> int:
         """The likeliest token behind these, which are held."""
@@ -193,9 +212,7 @@ class SmallModel:
         try:
             return int(self.model(input_ids=ids, **given).logits[0, -1].argmax())
         except BaseException:  # within a layer, whose rows may be half there
-            self._held.clear()
-            self._known = 0
-            self._cache.reset()
+            self._reset()
             raise
 
 

@@ -28,10 +28,10 @@ class Again:
         moved = {id(state) for *_, state in self.calls}
         return bool(self.calls) and all(id(state) in moved for state in states)
 
-    def run(self, count: int) -> None:
-        """For the first `count` rows."""
-        for call, rows, _ in self.calls:
-            call(*(t[:, :count] for t in rows))
+    def run(self, count: int, texts: slice) -> None:
+        """For the first `count` rows of these sequences of the step."""
+        for call, rows, state in self.calls:
+            call(state[texts], *(t[texts, :count] for t in rows))
 
     def shown(self) -> list[Tensor]:
         """What the calls read of the step."""
@@ -67,8 +67,8 @@ def who_notes() -> Again | None:
 
 
 def computed(call: Callable[..., Tensor], rows: tuple[Tensor, ...], state: Tensor) -> Tensor:
-    """call(*rows), which moves the state; each of rows is [batch, length, ...]."""
+    """call(state, *rows), which moves the state [batch, ...]; rows are [batch, length, ...]."""
     by = who_notes()
     if by is not None:
         by.calls.append((call, rows, state))
-    return call(*rows)
+    return call(state, *rows)

@@ -39,9 +39,12 @@ def _of_rule(r: Delta, ops: Ops, parts: list[Tensor], cache: Any) -> Tensor:
     a, b = reversed(ab) if r.b_first else ab
     y = _convolved(r, ops, qkv, cache, "silu")
     own, n = r.attention._parameters, r.norm
-    state = _state(r, qkv, cache, (r.heads, r.dk, r.dv))
     rates = [own[name] for name in r.rates]
-    y = computed(lambda *rows: ops.gated_delta(*rows, *rates, state), (y, a, b), state)
+    y = computed(
+        lambda state, *rows: ops.gated_delta(*rows, *rates, state),
+        (y, a, b),
+        _state(r, qkv, cache, (r.heads, r.dk, r.dv)),
+    )
     y = ops.rms_norm(y, n.weight(), n.eps, n.offset, gate=gate.view(y.shape))
     return y.flatten(2)
 
@@ -57,15 +60,14 @@ def _scanned(
     y = _convolved(r, ops, xbc, cache, "silu")
     if mask is not None:
         y = (y * mask[:, :, None]).to(y.dtype)
-    state = _state(r, xbc, cache, (r.heads, r.p, r.n))
     rates = [own[name] for name in r.rates]
     gates = () if r.gate_last else (gate,)
 
-    def scan(y: Tensor, dt: Tensor, *gates: Tensor) -> Tensor:
+    def scan(state: Tensor, y: Tensor, dt: Tensor, *gates: Tensor) -> Tensor:
         gate = gates[0] if gates else None
         return ops.ssm_scan(y, dt, *rates, state, gate, least, most)
 
-    y = computed(scan, (y, dt, *gates), state)
+    y = computed(scan, (y, dt, *gates), _state(r, xbc, cache, (r.heads, r.p, r.n)))
     if n is None or (n.groups == 1 and not r.gate_last):
         return y, n
     by_group: Any = y.unflatten(-1, (n.groups, -1))  # type: ignore[no-untyped-call]
@@ -94,7 +96,7 @@ def _convolved(r: Mixer, ops: Ops, x: Tensor, cache: Any, activation: str | None
         state = layer.conv_states[0]
     kernel, bias = weight[:, 0], conv["bias"]
     return computed(
-        lambda rows: ops.causal_conv(rows, kernel, bias, state, activation), (x,), state
+        lambda state, rows: ops.causal_conv(rows, kernel, bias, state, activation), (x,), state
     )
 
 

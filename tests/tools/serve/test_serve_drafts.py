@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -11,17 +12,19 @@ from typing import Any
 import pytest
 import torch
 from answered import answered, endless, pool, run
-from drafters import Fixed, Told
+from drafters import Fixed, Known
 from gguf_files import random_model
 from mtp_models import folder_with_head, trunk
 from serving import Served
 
+from bench.models.families import family
 from torch_metalmm import PackedCache, formats, fuse_, load_gguf, load_mtp, quantize_
 from torch_metalmm.hf.decoding import decode
 from torch_metalmm.hf.drafts import Drafter, Lookup, SmallModel
 from torch_metalmm.hf.mtp import Mtp
 from torch_metalmm.models.attach import set_cache
 from torch_metalmm.models.cache_argument import cache_of_generate
+from torch_metalmm.models.fuse.layers import fused_layer
 from torch_metalmm.tools.chat.session import Options, Session
 from torch_metalmm.tools.serve import guessing as guessing_module
 from torch_metalmm.tools.serve.batch import ROWS, guessing_of
@@ -29,7 +32,7 @@ from torch_metalmm.tools.serve.engine import Finish, Job
 from torch_metalmm.tools.serve.guessing import Guessing
 from torch_metalmm.tools.serve.single import Single
 
-NEW = 40
+PROMPT, NEW = 72, 40
 
 
 def text(tokens: list[int], owner: bytes = b"") -> Any:
@@ -42,32 +45,57 @@ def guessing(new: Callable[[], Drafter]) -> Guessing:
     return Guessing(new, ROWS // 2, lambda: Fixed(3))
 
 
-@pytest.fixture(scope="module", params=["llama", "gemma3", "qwen3 fused"])
+# The last three have states: of the delta rule, of convolutions, of Mamba-2.
+_KINDS = ("llama", "gemma3", "qwen3 fused", "qwen35 fused", "lfm2 fused", "falcon_h1")
+
+
+@pytest.fixture(scope="module", params=_KINDS)
 def loaded(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Any:
-    return endless(request.param, tmp_path_factory.mktemp("m"))
+    folder = tmp_path_factory.mktemp("m")
+    if request.param != "falcon_h1":
+        return endless(request.param, folder)
+    model = fuse_(family(request.param))
+    model.generation_config.eos_token_id = None
+    return model, endless("llama", folder)[1]
 
 
 def jobs(told: list[list[Any]]) -> list[Job]:
     """Prompts that repeat themselves, some of them greedy, with ends at several lengths."""
     draw, found = random.Random(5), []
     for i, own in enumerate(told):
-        ids = draw.choices(range(3, 300), k=9) * 8
+        ids = draw.choices(range(3, 300), k=PROMPT // 8) * 8
         options = Options(temperature=0.01 * (i % 3), max_new_tokens=NEW - 7 * i)
         found.append(Job("", ids, options, i, own.append))
     return found
 
 
+class Plain:
+    """What jobs are told without guesses and beside no other, the logits of their tokens, and their
+    texts."""
+
+    def __init__(
+        self, loaded: Any, jobs: Callable[[list[list[Any]]], list[Job]] = jobs, count: int = 5
+    ) -> None:
+        self.jobs, self.told = jobs, [list[Any]() for _ in range(count)]
+        self.texts, self.logits = list[list[int]](), list[list[torch.Tensor]]()
+        texts = self.texts
+
+        class Silent(Lookup):
+            def begin(self, tokens: list[int]) -> None:
+                super().begin(tokens)
+                texts.append(self._tokens)
+
+            def kind(self) -> None:
+                return None
+
+        for job in jobs(self.told):
+            found = answered(pool(loaded, 1, 32, guessing(Silent)), [job])
+            self.logits.append(found[id(job)])
+
+
 @pytest.fixture(scope="module")
-def plain(loaded: Any) -> tuple[list[list[Any]], list[list[torch.Tensor]]]:
-    return without(loaded)
-
-
-def without(loaded: Any) -> tuple[list[list[Any]], list[list[torch.Tensor]]]:
-    """What the jobs are told without guesses, and the logits of their tokens."""
-    told = [list[Any]() for _ in range(5)]
-    made = jobs(told)
-    found = answered(pool(loaded, 1, 32), made)
-    return told, [found[id(job)] for job in made]
+def plain(loaded: Any) -> Plain:
+    return Plain(loaded)
 
 
 @pytest.mark.parametrize("name", [n for n in formats.names() if formats.get(n).packs])
@@ -80,44 +108,74 @@ def test_rows_of_a_step(name: str) -> None:
     assert all(torch.equal(y, alone[: len(y)]) for y in rows)
 
 
-def check(plain: Any, most: int, pages: int, loaded: Any, guesses: Guessing) -> tuple[int, int]:
-    """Answers are those of `plain`; (right, wrong) guesses."""
-    told = [list[Any]() for _ in range(5)]
-    made = jobs(told)
+def check(
+    plain: Plain, most: int, pages: int, loaded: Any, guesses: Guessing
+) -> tuple[int, int, int]:
+    """Answers are those of `plain`; (right and wrong guesses, tokens of prompts that were kept)."""
+    told = [list[Any]() for _ in plain.told]
+    made = plain.jobs(told)
     logits = answered(pool(loaded, most, pages, guesses), made)
-    for job, own, alone, wanted in zip(made, told, *plain, strict=True):
+    for job, own, alone, wanted in zip(made, told, plain.told, plain.logits, strict=True):
         assert len(logits[id(job)]) == len(wanted)
         assert all(map(torch.equal, logits[id(job)], wanted))
-        assert own[:-1] == alone[:-1] and own[-1][:4] == alone[-1][:4]
-        assert alone[-1][4:6] == (0, 0)
-    right, wrong = (sum(own[-1][i] for own in told) for i in (4, 5))
-    return right, wrong
+        assert own[:-1] == alone[:-1]
+        assert own[-1].reason == alone[-1].reason and own[-1].new_tokens == len(wanted)
+        assert alone[-1] == alone[-1]._replace(kept_tokens=0, right_guesses=0, wrong_guesses=0)
+    right, wrong, kept = (sum(own[-1][i] for own in told) for i in (4, 5, 2))
+    return right, wrong, kept
 
 
 @pytest.mark.covering
 @pytest.mark.parametrize(("most", "pages"), [(1, 32), (2, 32), (4, 32), (4, 5)])
-@pytest.mark.parametrize("are_wrong", (False, True), ids=("found", "wrong"))
+@pytest.mark.parametrize("every", (1, 2, 3, 5, 500))
 def test_answers_are_those_without_guesses(
-    loaded: Any, plain: Any, most: int, pages: int, are_wrong: bool
+    loaded: Any, plain: Plain, most: int, pages: int, every: int
 ) -> None:
-    """One, two or four in a step, and where the pages run out."""
-    new = (lambda: Told([317] * 500, 1)) if are_wrong else Lookup
-    found = guessing(new)
-    right, wrong = check(plain, most, pages, loaded, found)
+    """One, two or four in a step, and where the pages run out; a guess of so many is wrong."""
+    found = guessing(partial(Known, plain.texts, every))
+    right, wrong, _ = check(plain, most, pages, loaded, found)
     paces: list[Any] = [*found._paces.values()]  # the last step of an answer tells none
     assert 0 < sum(pace.drafted for pace in paces) <= right + wrong
     assert sum(pace.accepted for pace in paces) <= right and all(pace.rows for pace in paces)
-    assert are_wrong or sum(pace.accepted for pace in paces) > 0
-    assert (wrong > 9 * right) if are_wrong else (right > 0)
+    assert every == 1 or sum(pace.accepted for pace in paces) > 0
+    assert (wrong > 9 * right) if every == 1 else (right > 0) and (wrong > 0) == (every < 99)
+
+
+def conversation(told: list[list[Any]]) -> list[Job]:
+    """Prompts of which each begins with the one before."""
+    ids, found = random.Random(6).choices(range(3, 300), k=400), []
+    for i, own in enumerate(told):
+        found.append(Job("", ids[: 140 + 65 * i], Options(max_new_tokens=9), None, own.append))
+    return found
+
+
+@pytest.mark.parametrize("most", (1, 2))
+def test_prompts_that_begin_with_those_before(loaded: Any, most: int) -> None:
+    """Beside drafts of which some are wrong, what is kept of a prompt is what it is without."""
+    plain = Plain(loaded, conversation, 4)
+    right, wrong, kept = check(plain, most, 32, loaded, guessing(partial(Known, plain.texts, 2)))
+    assert right > 0 and wrong > 0 and kept > 0
+
+
+def test_states_of_layers_that_are_not_fused(tmp_path: Path) -> None:
+    """They go on from before a step by reading its right tokens again."""
+    loaded = endless("qwen35 fused", tmp_path)
+    for layer in filter(None, map(fused_layer, loaded[0].modules())):
+        layer.detach()
+    plain, told = Plain(loaded), [list[Any]() for _ in range(5)]
+    answered(pool(loaded, 2, 32, guessing(partial(Known, plain.texts, 3))), jobs(told))
+    assert [own[:-1] for own in told] == [own[:-1] for own in plain.told]
+    assert sum(own[-1].right_guesses for own in told) > 9
 
 
 @pytest.mark.parametrize("seed", (0, 1), ids=("right", "another"))
 def test_a_small_model(
-    loaded: Any, plain: Any, seed: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    loaded: Any, plain: Plain, seed: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """That reads a long text in parts; the other one's drafts are wrong."""
     monkeypatch.setattr(guessing_module, "CHUNK", 16)
-    small = load_gguf(random_model(tmp_path / "m.gguf", "llama", seed=seed))[0]
+    own = {"qwen3_5_text": "qwen35", "lfm2": "lfm2"}.get(loaded[0].config.model_type, "llama")
+    small = load_gguf(random_model(tmp_path / "m.gguf", own, seed=seed))[0]
     read, forward = list[int](), SmallModel._read
 
     def noted(self: SmallModel, unread: list[int]) -> int:
@@ -125,22 +183,25 @@ def test_a_small_model(
         return forward(self, unread)
 
     monkeypatch.setattr(SmallModel, "_read", noted)
-    same = seed == 0 and loaded[0].config.model_type == "llama"
-    right, wrong = check(plain, 2, 32, loaded, guessing(lambda: SmallModel(small)))
+    same = seed == 0 and loaded[0].config.model_type in ("llama", "qwen3_5_text", "lfm2")
+    right, wrong, _ = check(plain, 2, 32, loaded, guessing(lambda: SmallModel(small)))
     assert max(read) == 16 and right + wrong > 9 and (right > 4 * wrong) == same
 
 
 @pytest.mark.parametrize("most", (1, 2, 4))
-def test_the_model_s_own_head(most: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("family", ("glm4_moe", "qwen3_5_text", "qwen3_next"))
+def test_the_model_s_own_head(
+    family: str, most: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """It proposes what it does in generate(): beside others' texts, too, it sees its own, and reads
     it in parts."""
     monkeypatch.setattr(guessing_module, "CHUNK", 32)
     tokenizer = endless("llama", tmp_path)[1]
-    model = trunk("glm4_moe", vocab_size=tokenizer.vocab_size)
+    model = trunk(family, vocab_size=tokenizer.vocab_size)
     path = folder_with_head(model, tmp_path / "head")
     model.generation_config.eos_token_id = None
     loaded = fuse_(quantize_(model, "q8_0", progress=False)), tokenizer
-    head, plain = load_mtp(model, path), without(loaded)
+    head, plain = load_mtp(model, path), Plain(loaded)
     proposed, propose = dict[tuple[int, ...], int](), Mtp.propose
 
     def noted(self: Mtp, most: int) -> list[int]:
@@ -165,7 +226,7 @@ def test_the_model_s_own_head(most: int, tmp_path: Path, monkeypatch: pytest.Mon
     found = guessing_of(head, *loaded)
     assert found is not None
     found._paces.default_factory = lambda: Fixed(3)
-    right, wrong = check(plain, most, 32, loaded, found)
+    right, wrong, _ = check(plain, most, 32, loaded, found)
     both = alone.keys() & proposed.keys()
     assert right + wrong > 3 and (len(both) > 20 or most == 4)
     assert all(alone[each] == proposed[each] for each in both) and max(read) == 32
@@ -213,7 +274,7 @@ def test_drafters_are_lent(loaded: Any) -> None:
     assert of_another.drafter is not other and of_another.drafter.known([9, 8, 7, 6]) == 0
 
 
-def test_a_text_that_comes_late_drafts_too(loaded: Any) -> None:
+def test_a_text_that_comes_late_drafts_too(loaded: Any, plain: Plain) -> None:
     """Beside four others at first, of which two stay."""
     told = [list[Any]() for _ in range(4)]
     made = jobs(told)
@@ -222,13 +283,13 @@ def test_a_text_that_comes_late_drafts_too(loaded: Any) -> None:
         job.options.max_new_tokens = NEW
     for job in made[:2]:
         job.options.max_new_tokens = 4
-    answered(pool(loaded, 4, 32, guessing(Lookup)), made)
+    answered(pool(loaded, 4, 32, guessing(partial(Known, plain.texts, 3))), made)
     assert all(sum(own[-1][4:6]) > 9 for own in told[2:])
 
 
 @pytest.mark.parametrize("what", ("begin", "propose", "see"))
 def test_a_draft_that_fails(
-    loaded: Any, plain: Any, what: str, caplog: pytest.LogCaptureFixture
+    loaded: Any, plain: Plain, what: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     """It ends the text's drafts, and is told once."""
 
@@ -263,9 +324,10 @@ def test_in_a_session_alone(tmp_path: Path) -> None:
     assert finish.right_guesses == session.pace.accepted // 2
 
 
-def test_steps_that_are_saved(loaded: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_steps_that_are_saved(loaded: Any, plain: Plain, monkeypatch: pytest.MonkeyPatch) -> None:
     """Each right guess is a step less."""
-    batch, told, steps = pool(loaded, 1, 32, guessing(Lookup)), [list[Any]()], list[int]()
+    batch = pool(loaded, 1, 32, guessing(partial(Known, plain.texts, 5)))
+    told, steps = [list[Any]()], list[int]()
     forward = batch._forward
 
     def seen(ids: list[list[int]], *given: Any) -> Any:
@@ -280,9 +342,12 @@ def test_steps_that_are_saved(loaded: Any, monkeypatch: pytest.MonkeyPatch) -> N
 
 
 @pytest.mark.parametrize("what", ("cancelled", "fails", "one fails"))
-def test_a_step_of_guesses_that_does_not_end(loaded: Any, plain: Any, what: str) -> None:
+def test_a_step_of_guesses_that_does_not_end(loaded: Any, plain: Plain, what: str) -> None:
     """No page is lost, and the next answer is right."""
-    batch, told = pool(loaded, 2, 32, guessing(Lookup)), [list[Any](), list[Any]()]
+    batch, told = (
+        pool(loaded, 2, 32, guessing(partial(Known, plain.texts, 2))),
+        [list[Any](), list[Any]()],
+    )
     first, second = jobs(told)
     batch.take(first)
     batch.take(second)
@@ -314,7 +379,7 @@ def test_a_step_of_guesses_that_does_not_end(loaded: Any, plain: Any, what: str)
                 batch.fail(error)
     assert batch._forward == forward and batch._goes_on == choose
     assert batch.cache.pages.available == 32
-    alone = plain[0][:2]
+    alone = plain.told[:2]
     if what == "fails":
         assert all(isinstance(own[-1], MemoryError) for own in told)
     else:

@@ -5,9 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Any
 
+import torch
 from torch import Tensor
 from transformers.cache_utils import LinearAttentionLayer
 
+from ...nn.again import Again
 from .layers import PackedLayer
 
 
@@ -59,15 +61,39 @@ def states_of(layers: Iterable[Any]) -> list[Tensor]:
     return found
 
 
+def crop_rows(layers: Iterable[Any], count: int) -> None:
+    """Forget the last `count` rows of the packed ones among the layers, and leave their states."""
+    for layer in layers:
+        if isinstance(layer, PackedLayer):
+            PackedLayer.crop(layer, -count)
+
+
+_ALL = slice(None)
+
+
 class States:
-    """What the recurrent layers hold, to go back to. No row can be taken from a state."""
+    """What recurrent layers hold before a step, to go back to: no row can be taken from a state.
+
+    again: what notes the step's recurrent ops (nn.again.noted); None: no layer is recurrent.
+    """
 
     def __init__(self, layers: Iterable[Any]) -> None:
         self._kept = [(state, state.clone()) for state in states_of(layers)]
+        self.again = Again() if self._kept else None
 
-    def __bool__(self) -> bool:
-        return bool(self._kept)
-
-    def restore(self) -> None:
+    def restore(self, texts: slice = _ALL) -> None:
+        """Of these sequences of the step."""
         for state, values in self._kept:
-            state.copy_(values)
+            state[texts].copy_(values[texts])
+
+    def go_back(self, count: int, texts: slice = _ALL) -> bool:
+        """Of these sequences, to the states behind the first `count` rows of the step; False: to
+        those before it, as not all ops that moved them are known."""
+        self.restore(texts)
+        if self.again is None:
+            return True
+        if not self.again.moves([state for state, _ in self._kept]):
+            return False
+        with torch.inference_mode():
+            self.again.run(count, texts)
+        return True

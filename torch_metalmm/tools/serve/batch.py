@@ -17,12 +17,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ...hf.caches.hybrid import States
 from ...hf.caches.layers import DTYPE_NAMES
 from ...hf.caches.paged import PagedCache, PoolFull, Text, paged_cache
 from ...hf.caches.pages import SLOTS
 from ...hf.drafts import Drafter
 from ...models.attach import check_cache, set_cache
 from ...models.cache_argument import with_cache
+from ...nn.again import noted
 from ...nn.exact import exact_rows
 from ..chat.session import drafters
 from ..sequence import CHUNK, keeps_rows
@@ -61,8 +63,8 @@ def can_share(model: Any) -> bool:
 
 def guessing_of(draft: Any, model: Any, tokenizer: Any) -> Guessing | None:
     """By a draft of Session, for answers that share steps; None: there is none, or it drafts in a
-    session alone, as for models with states, which cannot go back from a wrong guess."""
-    if draft is None or not keeps_rows(model):
+    session alone."""
+    if draft is None or not can_share(model):
         return None
     new = drafters(draft, model, tokenizer)
     return None if new is None else Guessing(new, ROWS // 2)
@@ -159,8 +161,7 @@ class Batch(Runner):
     ) -> None:
         """most: answers at a time. cache: the format of rows; None: the model's dtype. memory:
         bytes of all rows; None: a quarter of what the machine has free, and fewer answers at a time
-        where their states take more than half of it. guessing: of models without states, which
-        cannot go back from a wrong guess.
+        where their states take more than half of it.
         """
         self.model, self._tokenizer, self._guessing = model, tokenizer, guessing
         format = cache or DTYPE_NAMES[model.dtype]
@@ -212,9 +213,7 @@ class Batch(Runner):
         begin: float | None = time.monotonic()
         ahead = self._ahead()
         while self._answers:
-            # A state cannot go back from a token that is there for its place alone.
-            count = (min if self.cache.states else max)(map(len, ahead))
-            ahead = [ids[:count] for ids in ahead]
+            count = max(map(len, ahead))
             rows = [ids + ids[-1:] * (count - len(ids)) for ids in ahead]
             try:
                 positions = self.cache.begin_step([a.text for a in self._answers], count)
@@ -226,11 +225,12 @@ class Batch(Runner):
                 ahead = [a.unread(1) for a in self._answers]
         else:  # the last one gave its pages back, to a prompt
             return
+        before = States(self.cache.layers if count > 1 else ())
         with exact_rows(len(rows) * count <= ROWS):
-            logits = self._forward(rows, positions, count)
-        self._show(self._answers, ahead)
-        given = list(zip(self._answers, ahead, torch.split(logits, 1), strict=True))
-        self._answers = [a for a, ids, own in given if self._take(a, ids, own[0])]
+            with noted(before.again):
+                logits = self._forward(rows, positions, count)
+            self._show(self._answers, ahead)
+            self._answers = self._taken(ahead, logits, before)
         if self._guessing is not None and begin is not None:
             self._guessing.took(len(rows), count, time.monotonic() - begin)
 
@@ -252,8 +252,24 @@ class Batch(Runner):
             starts = [len(answer.text.tokens) for answer in answers]
             self._guessing.see(answers, starts, list(map(len, ids)))
 
-    def _take(self, answer: _Answer, ids: list[int], logits: Tensor) -> bool:
-        """Keep the tokens of a step up to the first wrong guess; False: the answer is over.
+    def _taken(self, ahead: list[list[int]], logits: Tensor, before: States) -> list[_Answer]:
+        """The answers that go on, each with the tokens of the step that it keeps.
+
+        logits: [answers, tokens of the step, vocabulary]. before: the states that it has moved.
+        """
+        going = []
+        for i, (answer, ids) in enumerate(zip(self._answers, ahead, strict=True)):
+            kept = self._take(answer, ids, logits[i])
+            if not kept:
+                continue
+            if kept < logits.shape[1] and not before.go_back(kept, slice(i, i + 1)):
+                self._forward([ids[:kept]], self.cache.begin_step([answer.text], kept))
+            answer.text.extend(ids[:kept], is_shared=False)
+            going.append(answer)
+        return going
+
+    def _take(self, answer: _Answer, ids: list[int], logits: Tensor) -> int:
+        """How many tokens of a step are kept, up to the first wrong guess; 0: the answer is over.
 
         logits: [tokens of the step, vocabulary].
         """
@@ -263,14 +279,13 @@ class Batch(Runner):
         if kept == known:  # the last token has a row, and another is to be chosen
             for guess in [*guesses, None]:
                 if not self._goes_on(answer, logits[kept - 1 : kept], guess):
-                    return False
+                    return 0
                 if answer.tokens[-1] != guess:
                     break
                 kept += 1
         if guesses and self._guessing is not None:
             self._guessing.saw(answer, len(guesses), answer.right - right)
-        answer.text.extend(ids[:kept], is_shared=False)
-        return True
+        return kept
 
     def _give_back(self) -> None:
         """The youngest text gives its pages back, and is read again. PoolFull: there is but one."""
