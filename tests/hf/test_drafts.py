@@ -19,6 +19,7 @@ from transformers import DynamicCache, StoppingCriteriaList
 from torch_metalmm import PackedCache, activations_
 from torch_metalmm.hf import answer as hf_answer
 from torch_metalmm.hf.answer import Chooser
+from torch_metalmm.hf.caches.hybrid import states_of
 from torch_metalmm.hf.decoding import _Steps, decode, drafter_of
 from torch_metalmm.hf.drafts import Lookup, Pace, SmallModel
 from torch_metalmm.models.cache_argument import cache_of_generate
@@ -220,6 +221,24 @@ def test_a_small_model(kind: str) -> None:
             # Of the same model all are right, up to the answer's end.
             assert (pace.accepted > 15 and pace.accepted == pace.drafted) == own
         hook.remove()
+
+
+@pytest.mark.parametrize("kind", ("qwen3_5_text", "lfm2", "granitemoehybrid"))
+def test_the_states_of_a_small_model(kind: str) -> None:
+    """Behind right and wrong drafts, and in another text, they are those of the text alone."""
+    model, draft, text = model_of(kind), SmallModel(model_of(kind)), ids(1, 9)[0].tolist()
+    for i in range(16):
+        if i in (0, 7, 8):
+            text = text[: 9 - i]
+            draft.begin(text)
+        right, fresh = draft.propose(3), SmallModel(model)
+        fresh.begin(text)
+        assert fresh.propose(3) == right and fresh._held == draft._held
+        for got, want in zip(*(states_of(d._cache.layers) for d in (draft, fresh)), strict=True):
+            torch.testing.assert_close(got, want, rtol=1e-5, atol=1e-6)
+        for token in [*right[: i % 4], (right[i % 3] + 1) % 96]:
+            draft.add(token)
+            text.append(token)
 
 
 def test_an_interrupted_draft_is_begun_anew(monkeypatch: pytest.MonkeyPatch) -> None:
