@@ -11,14 +11,15 @@ from serving import KEY, ORIGIN, OTHER_KEY, Served
 CHATS = ("chat/completions", "responses", "messages", "messages/count_tokens")
 POSTS = (*CHATS, "completions", "embeddings")
 GETS = ("models", "models/tiny")
-OLLAMA = ("/api/chat", "/api/tags", "/api/version")
+OLLAMA_POSTS = ("/api/chat", "/api/generate", "/api/show")
+OLLAMA = (*OLLAMA_POSTS, "/api/tags", "/api/version")
 ROUTES = [*(f"/v1/{path}" for path in (*POSTS, *GETS)), "/metrics", *OLLAMA]
 OPEN = "/health"
 
 
 def ask(tiny: Served, path: str, body: Any = b"{}", **headers: Any) -> tuple[int, Any, Any]:
     """A POST where the route is one; a body may be bytes of any kind."""
-    is_post = path.removeprefix("/v1/") in POSTS or path == "/api/chat"
+    is_post = path.removeprefix("/v1/") in POSTS or path in OLLAMA_POSTS
     return tiny.ask(path, body if is_post else None, **headers)
 
 

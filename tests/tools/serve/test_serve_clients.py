@@ -253,6 +253,45 @@ def test_forms_and_calls_of_ollama(ollama: Any) -> None:
     assert ollama_chat(ollama, messages=said, tools=[tool], think=False).message.content
 
 
+def test_ollama_generates(ollama: Any, smol: Served) -> None:
+    """Behind the chat template, or without it."""
+    given = {"model": "smol", "options": {"temperature": 0, "num_predict": 20}}
+    answer = ollama.generate(prompt=QUESTION, **given)
+    assert (answer.response, answer.done_reason) == (ANSWER, "stop") and answer.eval_count > 3
+    *parts, end = ollama.generate(prompt=QUESTION, stream=True, **given)
+    assert "".join(part.response for part in parts) == ANSWER and len(parts) > 3
+    assert end.done and end.response == "" and not any(part.done for part in parts)
+    told = ollama.generate(prompt=QUESTION, system="Answer in JSON.", format=SCHEMA, **given)
+    assert json.loads(told.response)["city"] in ("Oslo", "Rome")
+    raw = [*ollama.generate(prompt="One, two,", raw=True, stream=True, **given)]
+    body = {"prompt": "One, two,", "temperature": 0, "max_tokens": 20}
+    text = smol.ask("/v1/completions", body)[2]["choices"][0]["text"]
+    assert "".join(part.response for part in raw) == text and raw[-1].eval_count == 20
+    assert ollama.generate(prompt="One, two,", raw=True, **given).response == text
+
+
+def test_ollama_shows(ollama: Any) -> None:
+    shown = ollama.show("smol")
+    assert shown.capabilities == ["completion"] and "im_start" in shown.template
+    assert shown.modelinfo == {"general.architecture": "llama", "llama.context_length": 8192}
+
+
+@pytest.mark.parametrize(
+    ("fields", "named"),
+    (
+        ({"template": "a"}, "template: not supported"),
+        ({"context": [3]}, "context: not supported"),
+        ({"raw": True, "system": "a"}, "system: not with raw or suffix"),
+        ({"suffix": "b"}, "suffix: the model fills no gaps"),
+        ({"suffix": "b", "think": True}, "think: not with raw or suffix"),
+        ({"raw": True, "options": {"num_predict": 0}}, "num_predict"),
+    ),
+)
+def test_what_generate_refuses(smol: Served, fields: dict[str, Any], named: str) -> None:
+    status, _, told = smol.ask("/api/generate", {"prompt": "a", "stream": False} | fields)
+    assert status == 400 and told.keys() == {"error"} and named in told["error"]
+
+
 @pytest.mark.parametrize(
     ("fields", "named"),
     (
@@ -274,7 +313,7 @@ def test_what_ollama_refuses(smol: Served, fields: dict[str, Any], named: str) -
 
 
 def test_other_paths_of_ollama(smol: Served) -> None:
-    for path in ("/api/show", "/api/generate"):
+    for path in ("/api/pull", "/api/create"):
         status, _, told = smol.ask(path, {})
         assert status == 404 and isinstance(told["error"], str)
 

@@ -9,6 +9,7 @@ from collections.abc import Awaitable, Callable
 from contextlib import closing
 from dataclasses import dataclass, field
 from datetime import datetime, timezone
+from functools import partial
 from typing import Any, TypeVar
 
 from starlette.applications import Starlette
@@ -28,7 +29,7 @@ from .errors import ApiError, wrong
 from .feed import Feed
 from .messages import MessageReply, Messages
 from .metrics import Metrics
-from .ollama import OllamaChat, OllamaReply
+from .ollama import OllamaChat, OllamaGenerate, OllamaReply, OllamaShow, response_of
 from .prompts import Prompt, Prompts
 from .replies import ChatReply, Choices, CompletionReply, Reply
 from .responses import ResponseReply, Responses
@@ -78,6 +79,8 @@ class Server:
             "/v1/messages/count_tokens": self.count,
             "/v1/responses": self.respond,
             "/api/chat": self.ollama,
+            "/api/generate": self.generate,
+            "/api/show": self.show,
         }
         routes = [
             Route(path, self._guarded(path, handler), methods=[method])
@@ -119,6 +122,11 @@ class Server:
         modified = datetime.fromtimestamp(_STARTED, timezone.utc).isoformat()
         names = {"name": self.name, "model": self.name, "modified_at": modified}
         return JSONResponse({"models": [{**names, "size": 0, "digest": "", "details": {}}]})
+
+    async def show(self, request: Request) -> Response:
+        await self._asked(request, OllamaShow)
+        told = {"capabilities": ["embedding"], "model_info": {}}
+        return JSONResponse({"details": {}} | (self.prompts.facts() if self.prompts else told))
 
     async def version(self, _: Request) -> Response:
         return JSONResponse({"version": __version__})
@@ -166,6 +174,13 @@ class Server:
 
         return await self._chat(request, asked.chat(), reply)
 
+    async def generate(self, request: Request) -> Response:
+        given = (await self._asked(request, OllamaGenerate)).made()
+        reply = partial(OllamaReply, self.name, told=response_of)
+        if isinstance(given, Chat):
+            return await self._chat(request, given, lambda _, choices: reply(choices[0]))
+        return await self._complete(request, given, lambda choices: reply(choices[0]))
+
     async def _chat(
         self,
         request: Request,
@@ -185,12 +200,25 @@ class Server:
 
     async def complete(self, request: Request) -> Response:
         given = await self._asked(request, Completion)
+
+        def reply(choices: list[CompletionReply]) -> Reply:
+            return Choices(self.name, choices, given.n or 1, given.tells_usage())
+
+        return await self._complete(request, given, reply)
+
+    async def _complete(
+        self,
+        request: Request,
+        given: Completion,
+        reply: Callable[[list[CompletionReply]], Reply],
+    ) -> Response:
         prompts, n = self._checked(given), given.n or 1
 
-        def reply_to(made: list[Prompt]) -> Choices:
+        def reply_to(made: list[Prompt]) -> Reply:
             texts = [prompt.text if given.echo else "" for prompt in made for _ in range(n)]
-            choices = [CompletionReply(i, prompts.spelled, text) for i, text in enumerate(texts)]
-            return Choices(self.name, choices, n, given.tells_usage())
+            return reply(
+                [CompletionReply(i, prompts.spelled, text) for i, text in enumerate(texts)]
+            )
 
         return await self._answering(prompts).answer(
             request, given, len(given.prompt), lambda: prompts.of_completion(given), reply_to

@@ -1,19 +1,19 @@
-"""Ollama's /api/chat: its requests as chats, and answers in its shape."""
+"""Ollama's /api/chat and /api/generate: requests as chats or completions, answers in its shape."""
 
 from __future__ import annotations
 
 import json
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from datetime import datetime, timezone
-from typing import Any
+from typing import Any, TypeVar
 
 from .blocks import objects
 from .engine import Finish
 from .errors import ApiError, unsupported, wrong
-from .replies import ChatReply, Object
-from .schema import Chat, Request, validated, warn_once
+from .replies import CompletionReply, Object
+from .schema import Chat, Completion, Request, validated, warn_once
 from .weights import Scored
 
 # By the names of `options`: fields of a chat.
@@ -33,32 +33,32 @@ _DEFAULTS = {"top_k": (0,), "seed": (-1,), "num_predict": (-1, -2)}
 # By a field of a chat: what clients call it.
 _NAMES = {own: f"options: {name}" for name, own in _OPTIONS.items()}
 _NAMES |= {"reasoning_effort": "think", "response_format": "format"}
+_Made = TypeVar("_Made", Chat, Completion)
 
 
 @dataclass(kw_only=True)
-class OllamaChat(Request):
-    messages: Any
-    tools: Any = None
+class _Asked(Request):
     think: bool | str | None = None
     format: Any = None
     options: dict[str, Any] | None = None
     stream: bool | None = True
 
-    def chat(self) -> Chat:
-        """ApiError 400: it says what no chat can."""
+    def _chat(self, messages: list[Object], tools: Any = None) -> Chat:
         thinks = self.think if isinstance(self.think, bool) else None
-        given = {
-            "model": self.model,
-            "messages": [*_translated(objects(self.messages, "messages"))],
-            "stream": self.stream,
-            "tools": self.tools,
-            "response_format": self._format(),
+        own = {
+            "messages": [*_translated(messages)],
+            "tools": tools,
             "reasoning_effort": self.think if isinstance(self.think, str) else None,
             "chat_template_kwargs": None if thinks is None else {"enable_thinking": thinks},
         }
-        given = {name: value for name, value in given.items() if value is not None}
+        return self._made(Chat, own)
+
+    def _made(self, kind: type[_Made], own: Object) -> _Made:
+        """ApiError 400: it says what that cannot."""
+        given = {"model": self.model, "stream": self.stream, "response_format": self._format()}
+        given = {name: value for name, value in (given | own).items() if value is not None}
         try:
-            made = validated(Chat, given | self._sampling())
+            made = validated(kind, given | self._sampling())
             made.check()
         except ApiError as error:
             name = _NAMES.get(error.param or "", error.param)
@@ -85,6 +85,46 @@ class OllamaChat(Request):
             elif value is not None and not _is_default(name, value):
                 found[_OPTIONS[name]] = value
         return found
+
+
+@dataclass(kw_only=True)
+class OllamaChat(_Asked):
+    messages: Any
+    tools: Any = None
+
+    def chat(self) -> Chat:
+        """ApiError 400: it says what no chat can."""
+        return self._chat(objects(self.messages, "messages"), self.tools)
+
+
+@dataclass(kw_only=True)
+class OllamaGenerate(_Asked):
+    prompt: str = ""
+    suffix: str | None = None
+    system: str | None = None
+    images: Any = None
+    raw: bool | None = None
+    template: str | None = None
+    context: Any = None
+
+    def made(self) -> Chat | Completion:
+        """A completion where no chat template makes the prompt. ApiError 400: it says what that
+        cannot."""
+        is_raw = bool(self.raw or self.suffix)
+        for name in ("template", "context", *(("system", "images", "think") if is_raw else ())):
+            if getattr(self, name):
+                raise unsupported(name, "not with raw or suffix" if is_raw else "not supported")
+        if is_raw:  # to the end, as there; OpenAI's default is 16 tokens
+            own = {"prompt": self.prompt, "suffix": self.suffix, "max_tokens": -1}
+            return self._made(Completion, own)
+        said = [{"role": "system", "content": self.system}] if self.system else []
+        return self._chat([*said, {"role": "user", "content": self.prompt, "images": self.images}])
+
+
+@dataclass(kw_only=True)
+class OllamaShow(Request):
+    name: str | None = None  # older clients' `model`
+    verbose: bool | None = None
 
 
 def _is_default(name: str, value: Any) -> bool:
@@ -139,13 +179,35 @@ def refusal(error: ApiError) -> Object:
     return {"error": error.body()["error"]["message"]}
 
 
+def message_of(content: str, thinking: str, calls: list[Object]) -> Object:
+    """What an answer of /api/chat has."""
+    message: Object = {"role": "assistant", "content": content}
+    if thinking:
+        message["thinking"] = thinking
+    if calls:
+        functions = [call["function"] for call in calls]
+        message["tool_calls"] = [
+            {"function": {"name": f["name"], "arguments": json.loads(f["arguments"])}}
+            for f in functions
+        ]
+    return {"message": message}
+
+
+def response_of(content: str, thinking: str, _: list[Object]) -> Object:
+    """What an answer of /api/generate has."""
+    return {"response": content, **({"thinking": thinking} if thinking else {})}
+
+
 class OllamaReply:
     """A Reply in Ollama's shape: a line of JSON for each piece."""
 
     media_type = "application/x-ndjson"
 
-    def __init__(self, model: str, choice: ChatReply) -> None:
-        self._model, self._choice = model, choice
+    def __init__(
+        self, model: str, choice: CompletionReply, told: Callable[..., Object] = message_of
+    ) -> None:
+        """told: the fields of a text, a thought and calls."""
+        self._model, self._choice, self._told = model, choice, told
         self._begun, self._first = time.monotonic_ns(), 0
 
     def first(self) -> Iterator[str]:
@@ -154,25 +216,19 @@ class OllamaReply:
     def feed(self, _: int, came: str | Scored | Finish) -> Iterator[str]:
         self._first = self._first or time.monotonic_ns()
         for chunk in self._choice.feed(came):
-            delta = chunk["delta"]
-            message = _message(
-                delta.get("content", ""),
-                delta.get("reasoning_content", ""),
-                delta.get("tool_calls", []),
-            )
-            if len(message) > 2 or message["content"]:
-                yield _line({**self._head(), "message": message, "done": False})
+            parts = _said(chunk, "delta")
+            if any(parts):
+                yield _line({**self._head(), **self._told(*parts), "done": False})
 
     def last(self) -> Iterator[str]:
-        yield _line({**self._head(), "message": _message("", "", []), **self._end()})
+        yield _line({**self._head(), **self._told("", "", []), **self._end()})
 
     def failed(self, error: ApiError) -> str:
         return _line(refusal(error))
 
     def whole(self) -> Object:
-        told = self._choice.whole()["message"]
-        message = _message(told["content"] or "", self._choice.thought, self._choice.calls)
-        return {**self._head(), "message": message, **self._end()}
+        told = self._told(*_said(self._choice.whole(), "message"))
+        return {**self._head(), **told, **self._end()}
 
     def _head(self) -> Object:
         now = datetime.now(timezone.utc).isoformat().replace("+00:00", "Z")
@@ -194,17 +250,10 @@ class OllamaReply:
         }
 
 
-def _message(content: str, thinking: str, calls: list[Object]) -> Object:
-    message: Object = {"role": "assistant", "content": content}
-    if thinking:
-        message["thinking"] = thinking
-    if calls:
-        functions = [call["function"] for call in calls]
-        message["tool_calls"] = [
-            {"function": {"name": f["name"], "arguments": json.loads(f["arguments"])}}
-            for f in functions
-        ]
-    return message
+def _said(choice: Object, field: str) -> tuple[str, str, list[Object]]:
+    """The text, the thought and the calls of a chat's choice, in this field, or of another's."""
+    told = choice.get(field, {"content": choice.get("text")})
+    return told.get("content") or "", told.get("reasoning_content", ""), told.get("tool_calls", [])
 
 
 def _line(value: Object) -> str:

@@ -60,13 +60,27 @@ class Prompts:
         reads images, None: nothing does."""
         self._tokenizer, self._template = tokenizer, template
         self.tokens = tokens or Tokens(model, tokenizer)
-        own = context_of(model)
+        own, self._kind = context_of(model), str(model.config.model_type)
         self._context = min(context, own) if context and own else context or own
         self._most = most
         self._hidden = hidden_tokens(tokenizer)
         self._forms = forms
         self._sight = Sight(None, "the server reads none") if sight is None else sight
         self._lock = threading.Lock()
+
+    def facts(self) -> dict[str, Any]:
+        """What the model can do, as Ollama tells it."""
+        template = str(self._tokenizer.chat_template or "")
+        signs = {
+            "completion": True,
+            "tools": "tools" in template,
+            "thinking": "enable_thinking" in template,
+            "vision": bool(self._sight),
+            "insert": self._gap() is not None,
+        }
+        info = {"general.architecture": self._kind, f"{self._kind}.context_length": self._context}
+        capabilities = [name for name, is_there in signs.items() if is_there]
+        return {"capabilities": capabilities, "model_info": info, "template": template}
 
     def form(self, wanted: Wanted | None, prompt: str, ids: list[int]) -> Form | None:
         """What keeps the answer to its form, if it has one. ApiError 400: it can have none."""
@@ -121,11 +135,15 @@ class Prompts:
         """ApiError 400: the model knows no texts with a gap."""
         if not suffix:
             return text
+        if (found := self._gap()) is None:
+            raise unsupported("suffix", "the model fills no gaps in texts")
+        before, after, gap = found
+        return before + text + after + suffix + gap
+
+    def _gap(self) -> tuple[str, str, str] | None:
+        """Those of _GAPS that the vocabulary has."""
         words = {token.content for token in self._tokenizer.added_tokens_decoder.values()}
-        for before, after, gap in _GAPS:
-            if words >= {before, after, gap}:
-                return before + text + after + suffix + gap
-        raise unsupported("suffix", "the model fills no gaps in texts")
+        return next((gap for gap in _GAPS if words >= {*gap}), None)
 
     def spelled(self, token: int) -> str:
         """What the token adds to an answer's text; nothing where it is hidden, as its end is."""
