@@ -19,7 +19,6 @@ from torch_metalmm.models import finite
 LAYER = "model.layers.1.mlp.up_proj.weight"
 
 
-@pytest.mark.usefixtures("quiet_transformers")
 @pytest.mark.parametrize(
     ("save", "load", "format", "scale", "at"),
     [
@@ -57,7 +56,6 @@ def spoil(path: Path, scale: int) -> None:
         file.write(scale.to_bytes(2, "little"))
 
 
-@pytest.mark.usefixtures("quiet_transformers")
 @pytest.mark.parametrize("scale", [0x7C00, 0x7E01], ids=["inf", "nan"])
 def test_a_scale_of_a_gguf_file_is_named(tmp_path: Path, scale: int) -> None:
     path = random_model(tmp_path / "model.gguf", "llama", kinds=("q8_0",))
@@ -66,7 +64,6 @@ def test_a_scale_of_a_gguf_file_is_named(tmp_path: Path, scale: int) -> None:
         load_gguf(path)
 
 
-@pytest.mark.usefixtures("quiet_transformers")
 def test_files_beyond_half_of_memory_stay_unread(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

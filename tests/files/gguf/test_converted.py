@@ -56,7 +56,6 @@ WRITTEN = [
 ]
 
 
-@pytest.mark.usefixtures("quiet_transformers")
 @pytest.mark.parametrize("case", CASES)
 def test_converted_file_equals_transformers(tmp_path: Path, case: str) -> None:
     path = write_record(tmp_path / "model.gguf", case)
@@ -98,7 +97,6 @@ def check_packed(case: str, loaded: Any, path: Path) -> None:
         assert all(mapped(path, module.get_parameter(stack)) for stack in module.formats)
 
 
-@pytest.mark.usefixtures("quiet_transformers")
 @pytest.mark.parametrize("case", WRITTEN)
 def test_a_saved_file_is_the_converters(tmp_path: Path, case: str) -> None:
     """Of the model, and of what is loaded from the file; but keys of a latent in another layout."""

@@ -13,11 +13,6 @@ from converted_models import Tensors, write_record
 
 from torch_metalmm import load_gguf
 
-pytestmark = [
-    pytest.mark.filterwarnings("error"),
-    pytest.mark.usefixtures("quiet_transformers"),
-]
-
 Change = Callable[[Tensors], object]
 GATE, UP, DOWN = (f"blk.1.ffn_{part}_exps.weight" for part in ("gate", "up", "down"))
 KEYS, VALUES, BOTH = (f"blk.2.attn_{part}_b.weight" for part in ("k", "v", "kv"))

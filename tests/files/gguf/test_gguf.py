@@ -24,11 +24,6 @@ from torch_metalmm.files.gguf.architectures import supported_architectures
 from torch_metalmm.tools.cli import main
 from torch_metalmm.tools.generate import demo_model
 
-pytestmark = [
-    pytest.mark.filterwarnings("error"),
-    pytest.mark.usefixtures("quiet_transformers"),
-]
-
 # What cannot stay packed, by architecture: parts of the names the warning lists.
 MOE = ("qwen2moe", "qwen3moe", "minimax-m2", "qwen35moe")
 DECODED = {"t5": ("ffn_down",), "mamba": ("token_embd", "ssm_dt")}

@@ -15,11 +15,6 @@ from gguf_files import fields_of, load_quietly, mapped
 
 from torch_metalmm import QuantExperts, load_gguf, quantize_, save_gguf
 
-pytestmark = [
-    pytest.mark.filterwarnings("error"),
-    pytest.mark.usefixtures("quiet_transformers"),
-]
-
 STACKS = ("gate_proj", "up_proj", "down_proj")
 
 

@@ -16,11 +16,6 @@ from torch_metalmm import QuantEmbedding, QuantLinear, formats, load_gguf
 from torch_metalmm.files.gguf.file import GgufFile
 from torch_metalmm.files.gguf.layout import Layout, TensorMap
 
-pytestmark = [
-    pytest.mark.filterwarnings("error"),
-    pytest.mark.usefixtures("quiet_transformers"),
-]
-
 
 @pytest.fixture(scope="session")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:

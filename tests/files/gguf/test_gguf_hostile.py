@@ -13,11 +13,6 @@ from gguf_files import ARCHITECTURES, H, random_model, tensors_of, write_gguf
 
 from torch_metalmm import load_gguf
 
-pytestmark = [
-    pytest.mark.filterwarnings("error"),
-    pytest.mark.usefixtures("quiet_transformers"),
-]
-
 
 @pytest.fixture(scope="module")
 def tiny_llama(tmp_path_factory: pytest.TempPathFactory) -> Path:

@@ -21,11 +21,6 @@ from torch_metalmm.files.gguf.load import model_of, open_gguf
 from torch_metalmm.tools.cli import main
 from torch_metalmm.tools.generate import demo_model
 
-pytestmark = [
-    pytest.mark.filterwarnings("error"),
-    pytest.mark.usefixtures("quiet_transformers"),
-]
-
 
 def is_unread(key: str) -> bool:
     unread = ("tokenizer.ggml.scores", "tokenizer.ggml.add_space_prefix")

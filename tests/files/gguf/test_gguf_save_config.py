@@ -15,11 +15,6 @@ from gguf_files import fields_of, load_quietly
 
 from torch_metalmm import save_gguf
 
-pytestmark = [
-    pytest.mark.filterwarnings("error"),
-    pytest.mark.usefixtures("quiet_transformers"),
-]
-
 SIZES = {
     "hidden_size": 64,
     "intermediate_size": 64,

@@ -14,10 +14,7 @@ from torch_metalmm.files import staging
 from torch_metalmm.tools import packing
 from torch_metalmm.tools.cli import main
 
-pytestmark = [
-    pytest.mark.filterwarnings("ignore"),  # the command's
-    pytest.mark.usefixtures("quiet_transformers"),
-]
+pytestmark = pytest.mark.filterwarnings("ignore")  # the command's
 
 
 @pytest.fixture

@@ -12,11 +12,6 @@ from tokenizers import Regex, normalizers, pre_tokenizers, processors
 
 from torch_metalmm import save_gguf
 
-pytestmark = [
-    pytest.mark.filterwarnings("error"),
-    pytest.mark.usefixtures("quiet_transformers"),
-]
-
 KEY = "tokenizer.ggml."
 SPACE = normalizers.Replace(" ", "\u2581")
 

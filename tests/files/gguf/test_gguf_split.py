@@ -17,11 +17,6 @@ from torch_metalmm import load_gguf, load_packed
 from torch_metalmm.files.gguf.split import open_gguf
 from torch_metalmm.tools.cli import main
 
-pytestmark = [
-    pytest.mark.filterwarnings("error"),
-    pytest.mark.usefixtures("quiet_transformers"),
-]
-
 N = 3  # parts of a model of 20 tensors, 7 each
 
 

@@ -20,8 +20,6 @@ from torch_metalmm.files.imatrix import Entry, Imatrix, read_imatrix, write_imat
 from torch_metalmm.tools.cli import main
 from torch_metalmm.tools.imatrix import measure
 
-pytestmark = [pytest.mark.filterwarnings("error")]
-
 RANDOM = np.random.default_rng(0)
 Q, EXPERTS = "blk.0.attn_q.weight", "blk.1.ffn_up_exps.weight"
 

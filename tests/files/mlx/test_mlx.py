@@ -20,8 +20,6 @@ mx = pytest.importorskip("mlx.core")
 mlx_lm = pytest.importorskip("mlx_lm.utils")  # it needs Python 3.11
 from mlx_files import from_mlx, read, same_tensors, write  # noqa: E402
 
-pytestmark = [pytest.mark.filterwarnings("error")]
-
 AFFINE = [
     {"group_size": group, "bits": bits, "mode": "affine"}
     for bits in (2, 3, 4, 5, 6, 8)

@@ -17,11 +17,6 @@ from torch_metalmm import QuantExperts, load_mlx, quantize_, save_mlx
 
 mlx_lm = pytest.importorskip("mlx_lm.utils")  # it needs Python 3.11
 
-pytestmark = [
-    pytest.mark.filterwarnings("error"),
-    pytest.mark.usefixtures("quiet_transformers"),
-]
-
 PLAIN = {"rope_type": "default", "rope_theta": 1e4}  # mlx-lm rounds the ends of GPT-OSS's scaling
 # kind -> what mlx-lm computes otherwise, and its name of the first stack
 KINDS: dict[str, tuple[dict[str, Any], str]] = {

@@ -18,8 +18,6 @@ pytest.importorskip("mlx.core")
 pytest.importorskip("mlx_lm.utils")
 from mlx_files import write  # noqa: E402
 
-pytestmark = [pytest.mark.filterwarnings("error")]
-
 
 @pytest.fixture(scope="module")
 def good(tmp_path_factory: pytest.TempPathFactory) -> Path:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from pathlib import Path
 
-import pytest
 import torch
 import transformers
 from expert_models import check_equals, logits
@@ -12,8 +11,6 @@ from gguf_files import load_quietly
 from safetensors.torch import load_file
 
 from torch_metalmm import QuantEmbedding, QuantLinear
-
-pytestmark = [pytest.mark.filterwarnings("error"), pytest.mark.usefixtures("quiet_transformers")]
 
 FILE = Path(__file__).with_name("by_llama_cpp.gguf")  # record_llama_cpp.py makes it
 # Every type for which llama.cpp asks for an importance, and others that take one.

@@ -5,7 +5,6 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-import pytest
 import torch
 from torch import Tensor, nn
 
@@ -13,8 +12,6 @@ from torch_metalmm import QuantExperts, formats
 from torch_metalmm.files.fill import fill
 from torch_metalmm.models.integers.affine import Rows
 from torch_metalmm.nn.gate import Gate
-
-pytestmark = [pytest.mark.filterwarnings("error")]
 
 
 class Block(nn.Module):

@@ -21,8 +21,6 @@ from torch import Tensor
 from torch_metalmm import QuantExperts, load_packed, load_quantized, quantize_, save_gguf
 from torch_metalmm.models.experts import homes
 
-pytestmark = [pytest.mark.filterwarnings("error"), pytest.mark.usefixtures("quiet_transformers")]
-
 SHAPES = {"gate_up_proj": (2 * FFN, WIDTH), "down_proj": (WIDTH, FFN)}
 QUANTIZATION = {
     "quant_method": "mxfp4",

@@ -23,11 +23,7 @@ from torch_metalmm.formats import get
 from torch_metalmm.models.integers.affine import Rows
 from torch_metalmm.tools.cli import main
 
-pytestmark = [
-    pytest.mark.covering,
-    pytest.mark.filterwarnings("error"),
-    pytest.mark.usefixtures("quiet_transformers"),
-]
+pytestmark = pytest.mark.covering
 
 N, K = 96, 256
 F16, BF16 = torch.float16, torch.bfloat16

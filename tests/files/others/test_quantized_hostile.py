@@ -23,8 +23,6 @@ from spoiled_quantized import (
 
 from torch_metalmm import load_quantized
 
-pytestmark = [pytest.mark.filterwarnings("error"), pytest.mark.usefixtures("quiet_transformers")]
-
 
 @pytest.fixture(scope="module")
 def good(tmp_path_factory: pytest.TempPathFactory) -> Path:

@@ -26,8 +26,6 @@ from torch_metalmm.files.imatrix import Entry, Imatrix, write_imatrix
 from torch_metalmm.models.replace import dense_weight
 from torch_metalmm.tools.cli import main
 
-pytestmark = [pytest.mark.filterwarnings("error")]
-
 
 def linear_layers(model: Any) -> dict[str, int]:
     """{name: K} of every linear layer."""

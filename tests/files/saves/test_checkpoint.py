@@ -18,8 +18,6 @@ from torch import nn
 from torch_metalmm import QuantLinear, load_gguf, load_packed, quantize_, save_packed
 from torch_metalmm.files.folder import is_packed
 
-pytestmark = [pytest.mark.filterwarnings("error")]
-
 
 def small_llama(tied: bool = True, dtype: torch.dtype = torch.float32) -> Any:
     return tiny_model("llama", dtype, tie_word_embeddings=tied)

@@ -24,8 +24,6 @@ from torch_metalmm.files.mlx import save as mlx_save
 from torch_metalmm.files.staging import settle, staged
 from torch_metalmm.tools import cli, generate
 
-pytestmark = [pytest.mark.filterwarnings("error")]
-
 Save = Callable[[Any, Any, Path], object]
 Load = Callable[[Path], tuple[Any, Any]]
 

@@ -23,6 +23,8 @@ from torch_metalmm.files.staging import replaced, settle
 from torch_metalmm.hf.cache import PackedCache
 from torch_metalmm.tools.chat import saved
 
+pytestmark = pytest.mark.filterwarnings("ignore::ResourceWarning")  # a killed save closes no file
+
 Save = Callable[[Path, int], object]
 
 

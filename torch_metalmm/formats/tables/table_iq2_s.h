@@ -1,1 +1,0 @@
-../../../metal/formats/grids/table_iq2_s.h
