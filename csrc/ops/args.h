@@ -23,10 +23,23 @@ using Heads = std::tuple<Tensor, Tensor, Tensor>;  // q, k, v
 // as in a schema.
 namespace kind {
 
-struct Tensor {
-  using Given = const at::Tensor&;
-  static constexpr char kText[] = "Tensor";
-};
+#define MM_KIND(name, given, text)        \
+  struct name {                           \
+    using Given = given;                  \
+    static constexpr char kText[] = text; \
+  };
+MM_KIND(Tensor, const at::Tensor&, "Tensor")
+MM_KIND(MaybeTensor, const OptionalTensor&, "Tensor?")
+MM_KIND(Str, Name, "str")
+MM_KIND(MaybeStr, OptionalName, "str?")
+MM_KIND(Int, int64_t, "int")
+MM_KIND(Size, c10::SymInt, "SymInt")
+MM_KIND(MaybeSize, OptionalSize, "SymInt?")
+MM_KIND(Float, double, "float")
+MM_KIND(MaybeFloat, std::optional<double>, "float?")
+MM_KIND(Bool, bool, "bool")
+MM_KIND(MaybeDType, std::optional<at::ScalarType>, "ScalarType?")
+#undef MM_KIND
 struct Rows : Tensor {};    // of a product: under autocast in its dtype
 struct Weight : Tensor {};  // packed: without a gradient
 struct WrittenA : Tensor {
@@ -35,47 +48,7 @@ struct WrittenA : Tensor {
 struct WrittenB : Tensor {
   static constexpr char kText[] = "Tensor(b!)";
 };
-struct MaybeTensor {
-  using Given = const OptionalTensor&;
-  static constexpr char kText[] = "Tensor?";
-};
 struct MaybeWeight : MaybeTensor {};
-struct Str {
-  using Given = Name;
-  static constexpr char kText[] = "str";
-};
-struct MaybeStr {
-  using Given = OptionalName;
-  static constexpr char kText[] = "str?";
-};
-struct Int {
-  using Given = int64_t;
-  static constexpr char kText[] = "int";
-};
-struct Size {
-  using Given = c10::SymInt;
-  static constexpr char kText[] = "SymInt";
-};
-struct MaybeSize {
-  using Given = OptionalSize;
-  static constexpr char kText[] = "SymInt?";
-};
-struct Float {
-  using Given = double;
-  static constexpr char kText[] = "float";
-};
-struct MaybeFloat {
-  using Given = std::optional<double>;
-  static constexpr char kText[] = "float?";
-};
-struct Bool {
-  using Given = bool;
-  static constexpr char kText[] = "bool";
-};
-struct MaybeDType {
-  using Given = std::optional<at::ScalarType>;
-  static constexpr char kText[] = "ScalarType?";
-};
 
 }  // namespace kind
 

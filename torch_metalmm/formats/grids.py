@@ -23,13 +23,13 @@ def _table(file: str, name: str) -> list[int]:
     with open(_FOLDER + file) as lines:
         text = lines.read()
     numbers = text.partition(f" {name}[")[2].partition("{")[2].partition("}")[0]
-    return [int(number, 16) for number in numbers.split(",") if number.strip()]
+    return [int(one.rpartition("(")[2].strip(" )\n"), 16) for one in numbers.split(",")[:-1]]
 
 
 def _fields(table: list[int], bits: int, count: int) -> Tensor:
-    """f32 [rows, count]: field i of each number, from its lowest bits."""
+    """int64 [rows, count]: field i of each number, from its lowest bits."""
     rows = [[number >> bits * i & (1 << bits) - 1 for i in range(count)] for number in table]
-    return torch.tensor(rows, dtype=torch.float32)
+    return torch.tensor(rows)
 
 
 def _bits_of(data: Tensor) -> Tensor:
@@ -67,7 +67,8 @@ class _Grid(BlockFormat):
     block_values, fallback = 256, "iq4_nl"
     packs = False
     table: tuple[str, str]  # file and name
-    bits, count = 8, 8  # of the fields of a row of the table
+    bits, count = 2, 8  # of the fields of a row of the table
+    levels: tuple[int, ...] = ()  # what fields stand for; none: themselves
 
     _GRIDS: dict[str, Tensor] = {}
 
@@ -75,7 +76,9 @@ class _Grid(BlockFormat):
         """f32 [rows, count]."""
         file, name = self.table
         if name not in self._GRIDS:
-            self._GRIDS[name] = _fields(_table(file, name), self.bits, self.count)
+            fields = _fields(_table(file, name), self.bits, self.count)
+            levels = torch.tensor(self.levels or range(1 << self.bits), dtype=torch.float32)
+            self._GRIDS[name] = levels[fields]
         return self._GRIDS[name].to(device)
 
     def look_up(self, codes: Tensor) -> Tensor:
@@ -100,11 +103,11 @@ class IQ1_S(_Grid):
     """
 
     name, block_bytes = "iq1_s", 50
-    table, bits, count = ("table_iq1.h", "kGridIQ1"), 2, 8
+    table, levels = ("table_iq1.h", "kGridIQ1"), (-1, 0, 1)
 
     def decode(self, blocks: Tensor) -> Tensor:
         qh = _u16(blocks[:, 34:])
-        values = self.look_up(blocks[:, 2:34].long() | _fields_of_words(qh, 3, 4) << 8) - 1
+        values = self.look_up(blocks[:, 2:34].long() | _fields_of_words(qh, 3, 4) << 8)
         delta = 0.125 - 0.25 * (qh >> 15).float()
         scale = 2 * (qh >> 12 & 7).float() + 1
         return self.scaled(
@@ -122,14 +125,14 @@ class IQ1_M(_Grid):
     """
 
     name, block_bytes = "iq1_m", 56
-    table, bits, count = ("table_iq1.h", "kGridIQ1"), 2, 8
+    table, levels = ("table_iq1.h", "kGridIQ1"), (-1, 0, 1)
 
     def decode(self, blocks: Tensor) -> Tensor:
         scales, qh = _u16(blocks[:, 48:]), _nibbles(blocks[:, 32:48])
         top = scales >> 12
         low, high = top[:, 0] | top[:, 1] << 4, top[:, 2] | top[:, 3] << 4
         d = bytes_to_half(torch.stack([low, high], dim=1).to(torch.uint8))
-        values = self.look_up(blocks[:, :32].long() | (qh & 7) << 8) - 1
+        values = self.look_up(blocks[:, :32].long() | (qh & 7) << 8)
         delta = 0.125 - 0.25 * (qh >> 3).float()
         scale = 2 * _fields_of_words(scales, 3, 4).float() + 1
         return self.scaled(d, scale, values + delta.repeat_interleave(8, 1))
@@ -141,6 +144,9 @@ class _Signed(_Grid):
         return self.look_up(codes) * (1 - 2 * signs.float())
 
 
+_IQ2 = 8, 25, 43
+
+
 class IQ2_XXS(_Signed):
     """w = (d * (2 s + 1) / 8) * value.
 
@@ -148,7 +154,7 @@ class IQ2_XXS(_Signed):
     """
 
     name, block_bytes = "iq2_xxs", 66
-    table = "table_iq2.h", "kGridIQ2_XXS"
+    table, levels = ("table_iq2.h", "kGridIQ2_XXS"), _IQ2
 
     def decode(self, blocks: Tensor) -> Tensor:
         words = _u16(blocks[:, 2:]).reshape(len(blocks), 8, 4)
@@ -166,7 +172,7 @@ class IQ2_XS(_Signed):
     """
 
     name, block_bytes = "iq2_xs", 74
-    table = "table_iq2.h", "kGridIQ2_XS"
+    table, levels = ("table_iq2.h", "kGridIQ2_XS"), _IQ2
 
     def decode(self, blocks: Tensor) -> Tensor:
         qs = _u16(blocks[:, 2:66])
@@ -183,7 +189,7 @@ class IQ2_S(_Signed):
     """
 
     name, block_bytes = "iq2_s", 82
-    table = "table_iq2_s.h", "kGridIQ2_S"
+    table, levels = ("table_iq2.h", "kGridIQ2_S"), _IQ2
 
     def decode(self, blocks: Tensor) -> Tensor:
         high = _fields_of_words(blocks[:, 66:74].long(), 2, 4)
@@ -199,7 +205,7 @@ class IQ3_XXS(_Signed):
     """
 
     name, block_bytes = "iq3_xxs", 98
-    table, count = ("table_iq3.h", "kGridIQ3_XXS"), 4
+    table, bits, count = ("table_iq3.h", "kGridIQ3_XXS"), 8, 4
 
     def decode(self, blocks: Tensor) -> Tensor:
         words = _u16(blocks[:, 66:]).reshape(len(blocks), 8, 2)
@@ -217,7 +223,7 @@ class IQ3_S(_Signed):
     """
 
     name, block_bytes = "iq3_s", 110
-    table, count = ("table_iq3.h", "kGridIQ3_S"), 4
+    table, bits, count = ("table_iq3.h", "kGridIQ3_S"), 8, 4
 
     def decode(self, blocks: Tensor) -> Tensor:
         codes = blocks[:, 2:66].long() | _bits_of(blocks[:, 66:74]) << 8

@@ -7,7 +7,6 @@
 #include "metal/formats/grids/signs.h"
 #include "metal/formats/grids/table_iq1.h"
 #include "metal/formats/grids/table_iq2.h"
-#include "metal/formats/grids/table_iq2_s.h"
 #include "metal/formats/grids/table_iq3.h"
 
 namespace metalmm::cpu::MM_ISA {

@@ -29,22 +29,24 @@ constexpr constant bool is_convertible_v = __is_convertible(A, B);
 template <class A, class B>
 struct is_base_of : bool_constant<__is_base_of(A, B)> {};
 
-template <class T>
-using remove_cv_t = __remove_cv(T);
-template <class T>
-struct remove_cv {
-  using type = __remove_cv(T);
-};
-template <class T>
-using remove_const_t = __remove_const(T);
-template <class T>
-using remove_reference_t = __remove_reference_t(T);
-template <class T>
-struct remove_reference {
-  using type = __remove_reference_t(T);
-};
-template <class T>
-using remove_pointer_t = __remove_pointer(T);
+// A type made of a type: name_t<T>, and name<T>::type.
+#define MM_TRANSFORM(name, ...) \
+  template <class T>            \
+  struct name {                 \
+    using type = __VA_ARGS__;   \
+  };                            \
+  template <class T>            \
+  using name##_t = typename name<T>::type;
+MM_TRANSFORM(remove_cv, __remove_cv(T))
+MM_TRANSFORM(remove_const, __remove_const(T))
+MM_TRANSFORM(remove_reference, __remove_reference_t(T))
+MM_TRANSFORM(remove_pointer, __remove_pointer(T))
+MM_TRANSFORM(decay, __decay(T))
+MM_TRANSFORM(make_unsigned, __make_unsigned(T))
+MM_TRANSFORM(make_signed, __make_signed(T))
+MM_TRANSFORM(type_identity, T)
+MM_TRANSFORM(make_scalar, element_t<__remove_cv(T)>)
+#undef MM_TRANSFORM
 template <class T>
 struct remove_addrspace {
   using type = T;
@@ -67,33 +69,6 @@ struct remove_addrspace<constant T> {
 };
 template <class T>
 using remove_addrspace_t = typename remove_addrspace<T>::type;
-template <class T>
-using decay_t = __decay(T);
-template <class T>
-using make_unsigned_t = __make_unsigned(T);
-template <class T>
-struct make_unsigned {
-  using type = __make_unsigned(T);
-};
-template <class T>
-using make_signed_t = __make_signed(T);
-template <class T>
-struct make_signed {
-  using type = __make_signed(T);
-};
-template <class T>
-struct type_identity {
-  using type = T;
-};
-template <class T>
-using type_identity_t = typename type_identity<T>::type;
-template <class T>
-using make_scalar_t = element_t<__remove_cv(T)>;
-template <class T>
-struct make_scalar {
-  using type = make_scalar_t<T>;
-};
-
 template <class T>
 T&& declval();
 template <bool, class T = void>

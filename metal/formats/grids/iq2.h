@@ -3,7 +3,6 @@
 
 #include "grid.h"
 #include "table_iq2.h"
-#include "table_iq2_s.h"
 
 namespace metalmm {
 

@@ -114,7 +114,7 @@ def configure(folder: Path, *options: str, apple: bool = True) -> subprocess.Com
 
 
 def sources(folder: Path) -> list[tuple[Path, tuple[str, ...]]]:
-    """(file, definitions) of all that a Mac compiles, once for each instruction set.
+    """(file, options of its own) of all that a Mac compiles, once for each instruction set.
 
     folder: scratch. RuntimeError: CMake does not configure.
     """
@@ -122,10 +122,15 @@ def sources(folder: Path) -> list[tuple[Path, tuple[str, ...]]]:
     if done.returncode:
         raise RuntimeError(done.stderr)
     build = folder / "build"
-    flatten = [sys.executable, str(ROOT / "csrc/mps/flatten.py"), str(ROOT / "metal")]
-    subprocess.run([*flatten, str(build / "shaders.cpp")], check=True)
+    for script, source, made in (
+        ("mps/flatten.py", "metal", "shaders.cpp"),
+        ("python/abi_names.py", "metal/abi.h", "abi_names.def"),
+    ):
+        command = [sys.executable, ROOT / "csrc" / script, ROOT / source, build / made]
+        subprocess.run(command, check=True)
+    kept = "-DMM_", f"-I{build}"
     rows = json.loads((build / "compile_commands.json").read_text())
     return [
-        (Path(row["file"]), tuple(w for w in shlex.split(row["command"]) if w.startswith("-DMM_")))
+        (Path(row["file"]), tuple(w for w in shlex.split(row["command"]) if w.startswith(kept)))
         for row in rows
     ]
