@@ -21,18 +21,18 @@ namespace {
 
 #define MM_SLOT(name) name,
 constexpr const char* kSlotNames[] = {
-#include "abi_names.def"
+#include <abi_names.def>
 };
 #define MM_CONSTANT(name) name,
 constexpr const char* kConstantNames[] = {
-#include "abi_names.def"
+#include <abi_names.def>
 };
 
 // visit(name, field) for every field of KernelArgs, in order.
 template <class Visit>
 constexpr void each_arg(const KernelArgs& a, Visit visit) {
 #define MM_FIELD(name) visit(#name, a.name);
-#include "abi_names.def"
+#include <abi_names.def>
 }
 
 constexpr size_t visited_bytes() {
@@ -172,7 +172,7 @@ void bind_abi(py::module_& m) {
     bits m.attr(name) = all; \
   }
 #define MM_BIT(name, bit) all[name] = bit;
-#include "abi_names.def"
+#include <abi_names.def>
 #undef MM_BIT
   std::string layout = "<";  // little-endian, without padding
   each_arg({}, [&](const char*, auto value) { layout += code_of(value); });
