@@ -1,15 +1,11 @@
-"""The chip model: cases by hand, its properties, its data and what is printed of it."""
+"""The chip model: cases by hand, its data and what is printed of it."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import replace
 from math import isfinite
-from typing import Any
 
 import pytest
-from hypothesis import assume, given, settings
-from hypothesis import strategies as st
 
 from bench.__main__ import main
 from bench.shaders import chips
@@ -90,79 +86,8 @@ def test_further_rows_and_split_k_by_hand() -> None:
     assert p.moved_bytes == 64 * 4608 + 16 * (8192 + 64) * 2 + 2 * parts * 16 * 64 * 4
 
 
-# ---- properties
-
 CHIPS = [Chip.named(name) for name in chips.CHIPS]
 FORMATS = formats.names()
-STRATEGIES = sorted(set(_C.strategies("linear")) - {"split_reduce"})
-SIZES = st.integers(1, 12)
-
-
-@st.composite
-def problems(draw: st.DrawFn) -> dict[str, Any]:
-    format = draw(st.sampled_from(FORMATS))
-    strategy = draw(st.sampled_from(STRATEGIES))
-    return {
-        "m": draw(st.integers(1, 16 if strategy == "gemv_batched" else 600)),
-        "n": draw(st.integers(1, 200_000)),
-        # With 12 x 256 more at most 32766: torch's matmul on Apple GPUs takes no more.
-        "k": 256 * draw(st.integers(1, 115 if strategy == "dense" else 256)),
-        "format": format,
-        "dtype": draw(st.sampled_from(("f16", "bf16", "f32"))),
-        "strategy": strategy,
-    }
-
-
-def parts(plan: dict[str, Any]) -> int:
-    return 1 if plan["dense"] else int(plan["passes"][plan["main"]]["grid"][2])
-
-
-def walks(plan: dict[str, Any]) -> int:
-    """Threadgroups along M."""
-    return int(plan["passes"][plan["main"]]["grid"][0])
-
-
-@settings(max_examples=300)
-@given(
-    problem=problems(),
-    chip=st.sampled_from(CHIPS),
-    more=st.tuples(SIZES, st.integers(1, 5000), SIZES),
-    axis=st.sampled_from(("m", "n", "k")),
-)
-def test_more_work_is_never_faster(
-    problem: dict[str, Any], chip: Chip, more: tuple[int, int, int], axis: str
-) -> None:
-    """More work for the same kernels: plan() may change to faster ones (docs/chip-model.md)."""
-    larger = dict(problem)
-    larger[axis] += {"m": more[0], "n": more[1], "k": 256 * more[2]}[axis]
-    assume(larger["m"] <= 16 or problem["strategy"] != "gemv_batched")
-    one, other = (_C.plan(**p, chip=chip.name) for p in (problem, larger))
-    assume(parts(one) == parts(other) and len(one["passes"]) == len(other["passes"]))
-    # Nine rows of x are two threadgroups of gemv_batched, of five and four: less for a core than 8.
-    assume(problem["strategy"] != "gemv_batched" or walks(one) == walks(other))
-    assert cost(other, chip).total >= cost(one, chip).total
-
-
-@settings(max_examples=300)
-@given(
-    problem=problems(),
-    chip=st.sampled_from(CHIPS),
-    cores=st.integers(0, 80),
-    bandwidth=st.floats(1, 4),
-    clock=st.floats(1, 2),
-)
-def test_a_larger_chip_is_never_slower(
-    problem: dict[str, Any], chip: Chip, cores: int, bandwidth: float, clock: float
-) -> None:
-    """A larger chip that runs the same plan."""
-    plan = _C.plan(**problem, chip=chip.name)
-    larger = replace(
-        chip,
-        cores=chip.cores + cores,
-        bandwidth_gb_s=chip.bandwidth_gb_s * bandwidth,
-        clock_mhz=chip.clock_mhz * clock,
-    )
-    assert cost(plan, larger).total <= cost(plan, chip).total
 
 
 def test_every_chip_and_format_has_a_prediction() -> None:
