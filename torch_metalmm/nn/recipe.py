@@ -127,11 +127,10 @@ class Growth:
     rate: str
     size: str
 
-    def of(self, positions: Tensor, dtype: torch.dtype) -> Tensor:
-        """[B, 1, S, 1]."""
-        rate, size = self.numbers[self.rate], self.numbers[self.size]
-        steps = torch.div(positions, size, rounding_mode="floor")
-        return steps.log1p().mul_(rate).add_(1)[:, None, :, None].to(dtype)
+    def of(self, positions: Tensor, dtype: torch.dtype) -> tuple[Tensor, float]:
+        """(the logarithms [B, 1, S, 1], the rate)."""
+        steps = torch.div(positions, self.numbers[self.size], rounding_mode="floor")
+        return steps.log1p()[:, None, :, None].to(dtype), self.numbers[self.rate]
 
     def key(self) -> object:
         """Equal where results are."""

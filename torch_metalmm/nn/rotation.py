@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -13,6 +13,7 @@ from .settings import Settings
 from .stand_in import StandIn
 
 _rope_tables = torch.ops.metalmm.rope_tables.default
+_ALIGNED = 8  # columns of f16 in 16 bytes, at which kernels find rows
 _KINDS = (str, list, dict)  # of what a module says: how it scales, sections of frequencies
 
 
@@ -39,8 +40,37 @@ class Tables:
             return _rope_tables(positions, inv_freq, axes, **self.options, dtype=dtype)
         given = self.options | {"twice": True}
         with torch.inference_mode(False), torch.no_grad():  # whose writes are counted
-            cos, sin = _rope_tables(positions, inv_freq, axes, **given, dtype=dtype)
-            return _half_of(cos), _half_of(sin)
+            wide = _rope_tables(positions, inv_freq, axes, **given, dtype=dtype)
+            cos, sin = (t[..., : t.shape[-1] // 2] for t in wide)
+            return _with_forms({"whole": (cos, sin), "twice": wide})
+
+    def columns(self, inv_freq: Tensor) -> Tensor:
+        """The frequency of each column of cos."""
+        if not self.options["twice"]:
+            return inv_freq
+        interleaved = self.options["interleaved"]
+        return inv_freq.repeat_interleave(2) if interleaved else torch.cat((inv_freq, inv_freq))
+
+
+class _Laid(NamedTuple):
+    """The columns of all kinds and forms side by side, for one op.
+
+    of: the buffers that they are made of, and their versions. places: {kind: {form: its columns}}.
+    """
+
+    of: tuple[tuple[Tensor, int], ...]
+    forms: frozenset[str]
+    inv_freq: Tensor
+    places: dict[Any, dict[str, slice]]
+
+
+class _Made(NamedTuple):
+    """What a call has computed for those of the other kinds."""
+
+    positions: Tensor
+    version: int
+    dtype: torch.dtype
+    pairs: dict[Any, tuple[Tensor, Tensor]]
 
 
 class FusedRotation(StandIn):
@@ -50,13 +80,21 @@ class FusedRotation(StandIn):
     at every call. The class's own forward computes where one of the arguments is of another kind,
     and once a number, a list or a name of the module is not what fuse_ saw. What its config says is
     not compared: transformers' modules read that when they are made.
+    forms: how layers take cos and sin beside "whole", see Heads. Of one position all kinds and
+    forms are made in one op, and each kind is taken once.
     """
 
     def __init__(self, module: nn.Module, tables: dict[Any, Tables]) -> None:
         super().__init__(module)
         self.tables = tables
+        self.forms: frozenset[str] = frozenset()
         self._settings = Settings([module])
         self._said = copy.deepcopy(said_by(module))
+        self._laid: _Laid | None = None
+        self._made: _Made | None = None
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "_laid": None, "_made": None}
 
     def forward(self, x: Tensor, position_ids: Tensor, layer_type: Any = None) -> Any:
         module, tables = self.module, self.tables.get(layer_type)
@@ -74,7 +112,56 @@ class FusedRotation(StandIn):
         ):
             given = () if layer_type is None else (layer_type,)
             return self.original(x, position_ids, *given)
-        return tables.of(inv_freq, position_ids, x.dtype)
+        laid = self._all()  # here, so that a prompt makes it and not the step that is recorded
+        if laid is None or position_ids.dim() != 2 or position_ids.numel() != 1:
+            return tables.of(inv_freq, position_ids, x.dtype)
+        return self._of_all(laid, layer_type, position_ids, x.dtype)
+
+    def _all(self) -> _Laid | None:
+        """The columns of all kinds and forms; None: there is one, or they are not for one op."""
+        if torch.compiler.is_compiling() or not (len(self.tables) > 1 or self.forms - {"twice"}):
+            return None
+        buffers: list[Any] = [self.module._buffers.get(t.name) for t in self.tables.values()]
+        if any(b is None or b.is_inference() or b.requires_grad for b in buffers):
+            return None
+        laid = self._laid
+        if (
+            laid is None
+            or laid.forms != self.forms
+            or any(
+                b is not t or b._version != v for b, (t, v) in zip(buffers, laid.of, strict=True)
+            )
+        ):
+            with torch.inference_mode(False), torch.no_grad():
+                laid = self._laid = _laid(self.tables, self.forms, buffers)
+        return laid if laid.places else None
+
+    def _of_all(
+        self, laid: _Laid, kind: Any, positions: Tensor, dtype: torch.dtype
+    ) -> tuple[Tensor, Tensor]:
+        """cos and sin of one position, which the call for the first kind computes for all."""
+        made = self._made
+        if (
+            made is not None
+            and made.positions is positions
+            and made.dtype is dtype
+            and made.version == positions._version
+            and (pair := made.pairs.pop(kind, None)) is not None
+        ):
+            return pair
+        tables = self.tables[kind]
+        options = {"twice": False, "scale": tables.options["scale"]}
+        options["dtype"] = torch.float32 if tables.keeps_float else dtype
+        with torch.inference_mode(False), torch.no_grad():  # whose writes are counted
+            cos, sin = _rope_tables(positions, laid.inv_freq, None, **options)
+            pairs = {
+                of: _with_forms({f: (cos[..., at], sin[..., at]) for f, at in places.items()})
+                for of, places in laid.places.items()
+            }
+        pair = pairs.pop(kind)
+        if pairs and not positions.is_inference():
+            self._made = _Made(positions, positions._version, dtype, pairs)
+        return pair
 
     def _same(self) -> bool:
         """Whether the module is what fuse_ saw, but for its tensors."""
@@ -96,20 +183,48 @@ def is_plain(value: Any) -> bool:
     return value is None or isinstance(value, str | int | float) or callable(value)
 
 
-def _half_of(wide: Tensor) -> Tensor:
-    """The first half of rows that hold it twice, which knows them: see _twice."""
-    half: Any = wide[..., : wide.shape[-1] // 2]
-    half.held_twice = wide, wide._version
-    return half
+def _laid(tables: dict[Any, Tables], forms: frozenset[str], buffers: list[Tensor]) -> _Laid:
+    """No places where one op does not make all kinds, or a column would begin at any byte."""
+    rows: list[Tensor] = []
+    places: dict[Any, dict[str, slice]] = {}
+    end = 0
+    for (kind, of), buffer in zip(tables.items(), buffers, strict=True):
+        row = of.columns(buffer)
+        for form in ("whole", *sorted(forms)):
+            rows.append(row if form == "whole" else _turned(form, row))
+            places.setdefault(kind, {})[form] = slice(end, end + len(rows[-1]))
+            end += len(rows[-1])
+    kinds = {(t.options["scale"], t.keeps_float) for t in tables.values()}
+    alike = {(b.dtype, b.device) for b in buffers} == {(torch.float32, buffers[0].device)}
+    if len(kinds) > 1 or not alike or any(len(row) % _ALIGNED for row in rows):
+        rows, places = rows[:1], {}
+    return _Laid(tuple((b, b._version) for b in buffers), forms, torch.cat(rows), places)
 
 
-def _twice(t: Tensor) -> Tensor:
-    """Rows of t beside themselves: those that t is a view of, unless they were written since."""
+def _with_forms(forms: dict[str, tuple[Any, Any]]) -> tuple[Tensor, Tensor]:
+    """cos and sin of the form "whole", which know the others: see tables."""
+    cos, sin = forms.pop("whole")
+    for i, t in enumerate((cos, sin)):
+        t.forms = {form: (pair[i], t._version) for form, pair in forms.items()}
+    return cos, sin
+
+
+def _form(angles: str, t: Tensor) -> Tensor:
+    """A form of t: what was made beside t, unless it was written since."""
     if not torch.compiler.is_compiling():
-        wide, version = getattr(t, "held_twice", (None, 0))
-        if wide is not None and wide._version == version:
-            return wide
-    return torch.cat((t, t), -1)
+        made, version = getattr(t, "forms", {}).get(angles, (None, 0))
+        if made is not None and made._version == version:
+            return made
+    return _turned(angles, t)
+
+
+def _turned(angles: str, t: Tensor) -> Tensor:
+    """What the form makes of cos or sin, and of the angles themselves."""
+    if angles == "back":
+        return -t
+    if angles == "twice":
+        return torch.cat((t, t), -1)
+    return t[..., : t.shape[-1] // 2].repeat_interleave(2, dim=-1)
 
 
 def tables(angles: str, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
@@ -118,13 +233,7 @@ def tables(angles: str, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
         return cos, sin
     if angles == "none":
         return cos[..., :0], sin[..., :0]
-    if angles == "back":
-        return cos, -sin
-    if angles == "twice":
-        return _twice(cos), _twice(sin)
-    half = cos.shape[-1] // 2
-    cos, sin = cos[..., :half], sin[..., :half]
-    return cos.repeat_interleave(2, dim=-1), sin.repeat_interleave(2, dim=-1)
+    return cos if angles == "back" else _form(angles, cos), _form(angles, sin)
 
 
 def no_angles(x: Tensor) -> tuple[Tensor, Tensor]:

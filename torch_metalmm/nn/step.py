@@ -19,7 +19,7 @@ class Held(NamedTuple):
     """What the layers of a step share: see Step.
 
     versions: of `given`; None where cos and sin are those tensors, and where they have none.
-    direct, options: see Step.direct and Step.op. factors: of q, as Growth has them of positions.
+    direct, options: see Step.direct and Step.op. growth: of q, as Growth has it of positions.
     """
 
     given: tuple[Any, Any] = (None, None)  # the model's cos and sin
@@ -31,10 +31,13 @@ class Held(NamedTuple):
     direct: dict[str, Any] | None = None
     options: dict[str, Any] | None = None
     positions: Any = None
-    factors: Tensor | None = None
+    growth: tuple[Tensor, float] | None = None
 
     def grown(self, q: Tensor) -> Tensor:
-        return q if self.factors is None else q * self.factors
+        if self.growth is None:
+            return q
+        logarithms, rate = self.growth
+        return torch.addcmul(q, q, logarithms, value=rate)
 
 
 class Step:
@@ -76,13 +79,13 @@ class Step:
         fixed = self.angles in ("whole", "none") or cos.is_inference() or sin.is_inference()
         versions = None if fixed else (cos._version, sin._version)
         given = ((cos, sin), versions, self.attend.name(), *tables(self.angles, cos, sin))
-        of_q = positions, self.factors(positions, x)
+        of_q = positions, self._grown(positions, x)
         held = Held(*given, function, self.direct(function), self.op(function), *of_q)
         self.held = held
         return held
 
-    def factors(self, positions: Tensor | None, x: Tensor) -> Tensor | None:
-        """Those of q, for an x of this dtype."""
+    def _grown(self, positions: Tensor | None, x: Tensor) -> tuple[Tensor, float] | None:
+        """The growth of q, for an x of this dtype."""
         if self.growth is None or positions is None:
             return None
         return self.growth.of(positions, x.dtype)
@@ -99,7 +102,7 @@ class Step:
         """The same, made anew and not held, with the attention function itself."""
         function = self.attend.function()
         angles = tables(self.angles, cos, sin)
-        of_q = positions, self.factors(positions, x)
+        of_q = positions, self._grown(positions, x)
         return Held((None, None), None, None, *angles, function, None, self.op(function), *of_q)
 
     def op(self, function: Callable[..., Any]) -> dict[str, Any] | None:

@@ -19,9 +19,9 @@ from torch_metalmm import PackedCache, unfuse_
 pytestmark = pytest.mark.filterwarnings("ignore")
 
 
-def generated(model: Any, **options: Any) -> torch.Tensor:
-    options |= {"max_new_tokens": 12, "do_sample": False, "eos_token_id": -1}
-    made: torch.Tensor = model.generate(**padded(3, 7), **options)
+def generated(model: Any, inputs: Any = None, **options: Any) -> torch.Tensor:
+    options = {"max_new_tokens": 12, "do_sample": False, "eos_token_id": -1} | options
+    made: torch.Tensor = model.generate(**(inputs or padded(3, 7)), **options)
     return made
 
 
@@ -46,3 +46,13 @@ def test_greedy_tokens_of_padded_prompts(case: str) -> None:
     assert torch.equal(generated(fused), generated(model, past_key_values=cache))
     model.set_attn_implementation(unfuse_(fused).config._attn_implementation)
     assert torch.equal(generated(fused), generated(model))
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_greedy_tokens_of_one_prompt(case: str) -> None:
+    """Of one row a step makes what it can in one op: cos and sin of all kinds of layers."""
+    model, fused = copy.deepcopy(family_pair(case))
+    inputs, options = {"input_ids": torch.tensor([[5, 6, 7]])}, {"max_new_tokens": 64}
+    model.set_attn_implementation("metalmm")
+    own = generated(model, inputs, past_key_values=PackedCache(model.config, "q8_0"), **options)
+    assert torch.equal(generated(fused, inputs, **options), own)

@@ -164,6 +164,58 @@ def test_angles_that_are_used_twice_are_made_twice(inference: bool) -> None:
     assert torch.equal(run(sin)[0], beside[1])
 
 
+class _Ops(TorchDispatchMode):
+    """The names of ops that are no views."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.names: list[str] = []
+
+    def __torch_dispatch__(self, op: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if not any(r.alias_info is not None for r in op._schema.returns):
+            self.names.append(op._schema.name)
+        return op(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("kind", ["gemma3_text", "gemma4_text", "glm4", "nanochat", "gpt_oss"])
+@pytest.mark.parametrize("inference", [False, True])
+def test_one_op_makes_the_angles_of_one_position(kind: str, inference: bool) -> None:
+    """Those of all kinds of layers, and in each form that layers take them in."""
+    model = family_pair(kind)[1]
+    [rotation] = rotations(model)
+    x, at = torch.zeros(1, 1, 8), torch.tensor([[1000]])
+    name = next(iter(rotation.tables))
+    rotation.module(x, places(1, 3), *([] if name is None else [name]))  # lays the columns
+    for _ in range(2):  # no pair is of the step before
+        with torch.inference_mode(inference), _Ops() as seen:
+            made = {n: rotation.module(x, at, *([] if n is None else [n])) for n in rotation.tables}
+            formed = {n: rotation_room.tables(f, *made[n]) for n in made for f in rotation.forms}
+        assert seen.names == ["metalmm::rope_tables"]
+        for name, pair in made.items():
+            given = () if name is None else (name,)
+            want = type(rotation.module).forward(copy.deepcopy(rotation.module), x, at, *given)
+            assert all(map(torch.equal, pair, want))
+            for form in rotation.forms:
+                wanted = rotation_room.tables(form, *(t.clone() for t in want))
+                assert all(map(torch.equal, formed[name], wanted))
+        at += 1
+
+
+def test_frequencies_that_are_changed_are_laid_anew() -> None:
+    rotation, x, at = (
+        rotations(copy.deepcopy(family_pair("gemma3_text")[1]))[0],
+        torch.zeros(1, 1, 8),
+        places(1, 1),
+    )
+    own = rotation.module._buffers
+    name = next(n for n in own if n.endswith("_inv_freq"))
+    rotation.module(x, at, "full_attention")
+    for change in (lambda: own[name].mul_(0.5), lambda: own.update({name: own[name] * 3})):
+        change()
+        for kind in ("sliding_attention", "full_attention"):
+            assert_same(rotation, x, at, kind)
+
+
 class Other(nn.Module):
     """Angles that have more to them than a product."""
 

@@ -26,7 +26,7 @@ from .heads import growths
 from .merge import merge_projections
 from .norms import as_norm
 from .observe import Seen, is_transformers_model, observed
-from .rotations import fuse_rotations
+from .rotations import fuse_rotations, tell_forms
 from .runs import Unknown, evaluating
 from .understand import attentions_of, recipe_of, recipe_of_attention
 
@@ -59,6 +59,7 @@ def fuse_layers(model: nn.Module, form: str, once: dict[int, str | None]) -> Non
             for attention in dict.fromkeys(attentions_of(runs)):
                 read = partial(_attention, attention, runs)
                 _fuse(attention, read, steps, form, once, known)
+        tell_forms(top, {step.angles for step in steps.values()})
         _fuse_norms(top)
     for head in (module for module in model.modules() if isinstance(module, MtpHead)):
         for norm in (head.enorm, head.hnorm):

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ...nn.fused import unhooked
+from ...nn.fused import owner_of, unhooked
 from ...nn.layer import positions as names_of
 from ...nn.rotation import FusedRotation, Tables, is_plain, said_by
 from .runs import Unknown, numbers
@@ -37,6 +37,13 @@ def fuse_rotations(model: nn.Module) -> None:
             continue
         if tables:
             FusedRotation(module, tables).attach()
+
+
+def tell_forms(model: nn.Module, angles: set[str]) -> None:
+    """Let those modules know how the layers take cos and sin."""
+    for owner in map(owner_of, model.modules()):
+        if isinstance(owner, FusedRotation):
+            owner.forms = frozenset(angles - {"whole", "none"})
 
 
 def _kinds(module: nn.Module) -> list[Any]:
