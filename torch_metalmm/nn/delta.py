@@ -9,21 +9,21 @@ from torch import Tensor
 
 from .again import computed
 from .exact import MOST, is_exact
-from .heads import Ops, projection
+from .heads import Ops, projected
 from .recipe import Delta, Mixer, Norm, Ssm
 
 
 def mixed(
-    r: Mixer, ops: Ops, pre: Norm | None, x: Tensor, kwargs: dict[str, Any]
+    r: Mixer, ops: Ops, pre: Norm | None, x: Tensor, kwargs: dict[str, Any], row: Tensor | None
 ) -> tuple[Tensor, Norm | None]:
     """What the mixer gives its output's layer [batch, length, values] for pre(x), and the norm that
-    is yet to be taken of that."""
+    is yet to be taken of that. row: see projected."""
     mask = kwargs.get(r.mask)  # type: ignore[arg-type]
     if mask is not None:  # of padding, of which the layer makes zeros
         if pre is not None:
             x, pre = ops.rms_norm(x, pre.weight(), pre.eps, pre.offset), None
-        x = (x * mask[:, :, None]).to(x.dtype)
-    parts, cache = _projected(r, ops, pre, x), kwargs.get(r.cache)
+        x, row = (x * mask[:, :, None]).to(x.dtype), None
+    parts, cache = _projected(r, ops, pre, x, row), kwargs.get(r.cache)
     if isinstance(r, Delta):
         return _of_rule(r, ops, parts, cache), None
     if isinstance(r, Ssm):
@@ -117,10 +117,10 @@ def is_recording(r: Mixer, kwargs: dict[str, Any]) -> bool:
     return cache is not None and cache.is_recording_past(r.attention.layer_idx)
 
 
-def _projected(r: Mixer, ops: Ops, pre: Norm | None, x: Tensor) -> list[Tensor]:
+def _projected(r: Mixer, ops: Ops, pre: Norm | None, x: Tensor, row: Tensor | None) -> list[Tensor]:
     """The parts that the mixer computes with."""
     found: list[Tensor] = []
-    for part in r.arranged([projection(ops, pre, x, layer) for layer in r.projections]):
+    for part in projected(r, ops, pre, x, row):
         sizes: list[int] = []
         while sum(sizes) < part.shape[-1]:
             sizes.append(r.sizes[len(found) + len(sizes)])

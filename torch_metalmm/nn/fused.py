@@ -45,7 +45,7 @@ class MergedLinear(Activations, nn.Module):
     originals: list[QuantLinear]
 
     def __init__(self, layers: dict[str, QuantLinear], between: tuple[str, ...] = ()) -> None:
-        """layers: by their names in the parent, in the order of their calls.
+        """layers: by their names below the parent, in the order of their calls.
 
         between: the names of other children that are called between the layers.
         """
@@ -84,8 +84,8 @@ class MergedLinear(Activations, nn.Module):
         children = parent._modules
         self.beside = tuple(n for n in self.between if isinstance(children[n], QuantLinear))
         for index, name in enumerate(self.names):
-            setattr(parent, name, LinearPart(self, index))
-        parent.add_module("merged_" + "_".join(self.names), self)
+            parent.set_submodule(name, LinearPart(self, index))
+        parent.add_module(self._name(), self)
         if not together:
             return
         self._hooks = [
@@ -102,7 +102,10 @@ class MergedLinear(Activations, nn.Module):
         for name, part in list(parent.named_modules()):
             if isinstance(part, LinearPart) and part.merged is self:
                 parent.set_submodule(name, self.restore(part.index).train(part.training))
-        delattr(parent, "merged_" + "_".join(self.names))
+        delattr(parent, self._name())
+
+    def _name(self) -> str:
+        return "merged_" + "_".join(self.names).replace(".", "_")
 
     def open(self, parent: nn.Module, args: Any) -> None:
         """The parent's forward begins. Nothing waits in a forward that may do what was not read."""

@@ -12,7 +12,7 @@ from torch.nn import functional as F
 from .activations import KINDS
 from .exact import as_one_row
 from .fused import LinearPart
-from .recipe import Heads, Norm
+from .recipe import Heads, Mixer, Norm
 from .step import Held
 
 _OTHERS = ("rope", "rope_append", "attention", "causal_conv", "gated_delta", "ssm_scan")
@@ -39,11 +39,18 @@ TRACED, DIRECT = ({kind: Ops(d, kind) for kind in (None, *KINDS)} for d in (Fals
 
 
 def attended(
-    r: Heads, ops: Ops, pre: Norm | None, x: Tensor, kwargs: dict[str, Any], held: Held
+    r: Heads,
+    ops: Ops,
+    pre: Norm | None,
+    x: Tensor,
+    kwargs: dict[str, Any],
+    held: Held,
+    row: Tensor | None,
 ) -> tuple[Tensor, Tensor | None]:
     """What the heads give [batch, length, values] for pre(x), and what sigmoid of it is yet to be
-    multiplied by: of one row, a gate of each value, which the output's product takes."""
-    qkv, v, gate = _projected(r, ops, pre, x)
+    multiplied by: of one row, a gate of each value, which the output's product takes. row: see
+    projected."""
+    qkv, v, gate = _projected(r, ops, pre, x, row)
     cache, mask = kwargs.get(r.cache), kwargs.get(r.mask)  # type: ignore[arg-type]
     a = None
     given = (qkv, held.cos, held.sin, r.heads, r.kv_heads)
@@ -155,10 +162,10 @@ def number(r: Heads) -> Any:
 
 
 def _projected(
-    r: Heads, ops: Ops, pre: Norm | None, x: Tensor
+    r: Heads, ops: Ops, pre: Norm | None, x: Tensor, row: Tensor | None
 ) -> tuple[Tensor, Tensor | None, Tensor | None]:
     """(qkv, None, gate), or (q and k, v, gate)."""
-    parts = r.arranged([projection(ops, pre, x, layer) for layer in r.projections])
+    parts = projected(r, ops, pre, x, row)
     q_size, k_size = r.heads * r.head_size, r.kv_heads * r.head_size
     if r.order is None and not (r.v_is_k or r.gate) and len(parts) < 3:
         return parts[0], parts[1] if len(parts) == 2 else None, None
@@ -172,6 +179,15 @@ def _projected(
         q, k, v, gate = torch.split(row, [*sizes, row.shape[-1] - sum(sizes)], -1)
         qk, v = row[..., : q_size + k_size], rest[0] if rest else k if r.v_is_k else v
     return qk, v if r.kv_heads else None, gate if r.gate else None
+
+
+def projected(
+    r: Heads | Mixer, ops: Ops, pre: Norm | None, x: Tensor, row: Tensor | None
+) -> list[Tensor]:
+    """What the projections give for pre(x). row: that, where the layer has it, scaled."""
+    if row is not None:
+        return r.arranged([row])
+    return r.arranged(r.scaled([projection(ops, pre, x, layer) for layer in r.projections]))
 
 
 def projection(ops: Ops, pre: Norm | None, x: Tensor, layer: Any) -> Tensor:

@@ -14,7 +14,7 @@ from .delta import is_recording, mixed
 from .exact import as_one_row
 from .fused import GatedMLP
 from .gate import ACTIVATIONS
-from .heads import DIRECT, TRACED, Ops, attended, normed, number
+from .heads import DIRECT, TRACED, Ops, attended, normed, number, projection
 from .mixture import Mixture
 from .recipe import (
     Beside,
@@ -179,22 +179,27 @@ class FusedLayer(StandIn):
         kwargs: dict[str, Any],
         held: Held,
         h: Tensor | None = None,
+        row: Tensor | None = None,
     ) -> Tensor:
-        """h, or x, + what the branch makes of x."""
+        """h, or x, + what the branch makes of x. row: see projected."""
         core, norm, h = branch.core, branch.pre, x if h is None else h
         if isinstance(norm, Whole):
             x, norm = norm(x, kwargs), None
         if isinstance(core, Beside):
-            for part in core.parts:
-                h = self._branch(ops, part, x, kwargs, held, h)
+            rows: Any = (None,) * len(core.parts)
+            if core.projection is not None:
+                [row] = core.scaled([projection(ops, norm, x, core.projection)])
+                rows = torch.split(row, list(core.sizes), -1)
+            for part, row in zip(core.parts, rows, strict=True):
+                h = self._branch(ops, part, x, kwargs, held, h, row)
             return h
         if isinstance(core, Heads):
-            a, gate = attended(core, ops, norm, x, kwargs, held)
+            a, gate = attended(core, ops, norm, x, kwargs, held, row)
             if gate is not None:
                 return _joined(ops, branch.output, gate, (a, "sigmoid"), h)
             return _joined(ops, branch.output, a, None, h)
         if isinstance(core, Mixer):
-            y, post = mixed(core, ops, norm, x, kwargs)
+            y, post = mixed(core, ops, norm, x, kwargs, row)
             order = branch.output.linear._buffers["input_order"]
             if order is not None:
                 if post is not None:

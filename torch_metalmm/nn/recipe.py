@@ -98,14 +98,19 @@ class _Ordered:
     order: Tensor | None
     factors: Tensor | None
 
+    def scaled(self, parts: list[Tensor]) -> list[Tensor]:
+        """The projections' results times `factors`."""
+        x, factors = parts[0], self.factors
+        if factors is None:
+            return parts
+        if factors.dtype != x.dtype or factors.device != x.device:
+            factors = self.factors = factors.to(x)
+        each = torch.split(factors, [part.shape[-1] for part in parts])
+        return [part * factor for part, factor in zip(parts, each, strict=True)]
+
     def arranged(self, parts: list[Tensor]) -> list[Tensor]:
-        """The projections' results times `factors`; as one row in `order`, if there is one."""
-        x, factors, order = parts[0], self.factors, self.order
-        if factors is not None:
-            if factors.dtype != x.dtype or factors.device != x.device:
-                factors = self.factors = factors.to(x)
-            each = torch.split(factors, [part.shape[-1] for part in parts])
-            parts = [part * factor for part, factor in zip(parts, each, strict=True)]
+        """What is scaled, as one row in `order`, if there is one."""
+        x, order = parts[0], self.order
         if order is None:
             return parts
         if order.device != x.device:
@@ -281,13 +286,18 @@ class Branch:
 
 
 @dataclass
-class Beside:
+class Beside(_Ordered):
     """Branches of one h and one norm of it, whose outputs are added up.
 
     Each part has the norm, since its product takes it, but no module that is called in its place.
+    projection: those of all parts as one, whose results are `sizes` and scaled by `factors`; None:
+    each part's own.
     """
 
     parts: tuple[Branch, ...]
+    projection: Any = None
+    sizes: tuple[int, ...] = ()
+    factors: Tensor | None = None
 
 
 @dataclass

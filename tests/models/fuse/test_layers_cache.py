@@ -67,12 +67,12 @@ def parts_of(batch: int, *lengths: int, padding: bool = False) -> list[dict[str,
 def test_a_token_is_ops_of_ours_alone(
     kind: str, format: str | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """rope, cache and attention are two ops; slots and length one op of the first layer. Of another
+    """rope, cache and attention are two ops. Of another
     cache its own ops and those of attention come beside rope."""
     if format == "q8_0" and kind in HEADS_OF_16:
         pytest.skip("heads of 16 values")
     model, calls = copy.deepcopy(_fused(kind)), Calls()
-    expected, first = FUSED[kind][1], []
+    expected = FUSED[kind][1]
     if format == "of transformers":
         cache: Any = DynamicCache(config=model.config)
         monkeypatch.setattr(cache, "update", calls.uncounted(cache.update))
@@ -85,14 +85,12 @@ def test_a_token_is_ops_of_ours_alone(
         cache = PackedCache(model.config, format)
         expected = [name.replace("rope", "rope_append") for name in expected]
         expected.insert(expected.index("rope_append") + 1, "attention")
-    if kind in ("glm4", "helium", "ernie4_5"):  # cos and sin of pairs are made once for all layers
-        first += ["clone", "clone"]
     logits(model, cache, parts_of(1, 3))
     calls.watch(layers(model))
     with calls:
         logits(model, cache, [{"input_ids": ids(1, 1)}])
     assert [ours for ours, _ in calls.of_layers] == [expected] * 2
-    assert [sorted(others) for _, others in calls.of_layers] == [first, []]
+    assert [others for _, others in calls.of_layers] == [[], []]
 
 
 def test_no_op_makes_the_slots_of_windows() -> None:

@@ -5,17 +5,19 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from functools import partial
+from typing import Any
 
 import torch
 from torch import nn
 
-from ...nn.fused import owner_of
+from ...nn.fused import MergedLinear, owner_of
 from ...nn.layer import FusedLayer
 from ...nn.mixture import Mixture, join
 from ...nn.norm import FusedNorm
-from ...nn.recipe import Growth, Recipe
+from ...nn.recipe import Beside, Growth, Heads, Mixer, Recipe
 from ...nn.rotation import FusedRotation
 from ...nn.router import FusedRouter
+from ...nn.scaled import Scaled
 from ...nn.sharded import everywhere, is_sharded
 from ...nn.step import Held, Step
 from ..mtp import MtpHead
@@ -28,6 +30,7 @@ from .norms import as_norm
 from .observe import Seen, is_transformers_model, observed
 from .rotations import fuse_rotations, tell_forms
 from .runs import Unknown, evaluating
+from .scales import scales_found
 from .understand import attentions_of, recipe_of, recipe_of_attention
 
 _ROW = 64  # values of a norm without a weight, which takes any number
@@ -47,7 +50,7 @@ def fuse_layers(model: nn.Module, form: str, once: dict[int, str | None]) -> Non
             fuse_rotations(top)
         steps: dict[object, Step] = {}
         known: set[object] = set()
-        seen = observed(top)
+        seen = observed(top, scales_found(top))
         for module in top.modules():
             earlier = fused_layer(module)
             if earlier is not None and earlier.step is not None:
@@ -123,20 +126,41 @@ def _fuse(
     if agreed:
         if kind is not None:
             known.add(kind)
-        for core in (recipe.heads, recipe.mixer):
-            if core is None:
-                continue
-            merged = merge_projections(core.attention, core.projections, once)
-            if merged is not None:
-                core.projections = (merged,)
-                fused = FusedLayer(module, recipe, step, form)
+        for branch in recipe.each():
+            core = branch.core
+            if isinstance(core, Heads | Mixer):
+                merged = merge_projections(core.attention, core.projections, once)
+                core.projections = core.projections if merged is None else (merged,)
+            if isinstance(core, Mixture) and all(id(m) in once for m in core.linears()):
+                join(core)
         for branch in recipe.branches:
-            mixture = branch.core
-            if isinstance(mixture, Mixture) and all(id(m) in once for m in mixture.linears()):
-                join(mixture)
+            if isinstance(branch.core, Beside):
+                _merge_parts(module, branch.core, once)
+        fused = FusedLayer(module, recipe, step, form)
         fused.confirm(runs[0].x)
         fused.attach()
     return agreed
+
+
+def _merge_parts(layer: nn.Module, beside: Beside, once: dict[int, str | None]) -> None:
+    """Let the projections of all parts be one, where all are alike."""
+    cores: list[Any] = [part.core for part in beside.parts]
+    if not all(isinstance(core, Heads | Mixer) for core in cores):
+        return
+    linears = [linear for core in cores for linear in core.projections]
+    merged = merge_projections(layer, tuple(linears), once)
+    if merged is None:
+        return
+    parts = [layer.get_submodule(name) for name in merged.names]
+    sizes, factors = [], []
+    for core in cores:
+        counts = [len(p.names) if isinstance(p, MergedLinear) else 1 for p in core.projections]
+        core.projections, parts = tuple(parts[: sum(counts)]), parts[sum(counts) :]
+        sizes.append(sum(part.out_features for part in core.projections))
+        factors.append(torch.ones(sizes[-1]) if core.factors is None else core.factors)
+    beside.projection, beside.sizes = merged, tuple(sizes)
+    if any(core.factors is not None for core in cores):
+        beside.factors = torch.cat([f.cpu() for f in factors])
 
 
 def unfuse_layers(model: nn.Module) -> None:
@@ -179,7 +203,7 @@ def _fuse_norms(module: nn.Module) -> None:
 def _detach_parts(model: nn.Module) -> None:
     for module in model.modules():
         owner = owner_of(module)
-        if isinstance(owner, FusedNorm | FusedRotation | FusedRouter):
+        if isinstance(owner, FusedNorm | FusedRotation | FusedRouter | Scaled):
             owner.detach()
 
 

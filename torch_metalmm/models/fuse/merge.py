@@ -51,15 +51,15 @@ def merge_layers(parent: nn.Module, once: dict[int, str | None], dtype: torch.dt
 def merge_projections(
     parent: nn.Module, layers: tuple[Any, ...], once: dict[int, str | None]
 ) -> MergedLinear | None:
-    """Children of `parent` as one for a fused forward; in the parent's own they compute alone.
+    """Modules of `parent` as one for a fused forward; in the parent's own they compute alone.
 
     None, and nothing is done, where they are not alike.
     """
-    owned = set(parent._modules.values())
+    paths = {module: name for name, module in parent.named_modules()}
     own = [m.originals if isinstance(m, MergedLinear) else [m] for m in layers]
     if (
         len(layers) < 2
-        or not owned.issuperset(layers)
+        or not paths.keys() >= set(layers)
         or any(id(m) not in once for m in sum(own, []))
     ):
         return None
@@ -70,8 +70,8 @@ def merge_projections(
         return None
     for layer in layers:
         if isinstance(layer, MergedLinear):
-            layer.detach(parent)
-    names = {child: name for name, child in parent._modules.items()}
+            layer.detach(parent.get_submodule(paths[layer].rpartition(".")[0]))
+    names = {module: name for name, module in parent.named_modules()}
     found = {names[layer]: layer for of in own for layer in of}
     merged = MergedLinear(found)
     merged.attach(parent, together=False)
