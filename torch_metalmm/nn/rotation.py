@@ -77,9 +77,10 @@ class FusedRotation(StandIn):
     """The forward of a module that makes cos and sin.
 
     tables: {the argument behind the positions, None without one: Tables}. The frequencies are read
-    at every call. The class's own forward computes where one of the arguments is of another kind,
-    and once a number, a list or a name of the module is not what fuse_ saw. What its config says is
-    not compared: transformers' modules read that when they are made.
+    at every call, or, where a copy of them is laid out, their versions. The class's own forward
+    computes where one of the arguments is of another kind, and once a number, a list or a name of
+    the module is not what fuse_ saw. What its config says is not compared: transformers' modules
+    read that when they are made.
     forms: how layers take cos and sin beside "whole", see Heads. Of one position all kinds and
     forms are made in one op, and each kind is taken once.
     """
