@@ -26,6 +26,7 @@ from .stand_in import StandIn
 _embedding = torch.ops.metalmm.embedding.default
 _gemm = torch.ops.metalmm.gemm.default
 _CALLS = vars(torch_module)  # the names of the file that calls forwards
+_KNOWN = [vars(torch._C.TensorBase)[n].__get__ for n in ("shape", "dtype", "device")]  # unread
 Site = tuple[str, str, int, int]  # of a call: file, name and line of the function, instruction
 
 
@@ -45,6 +46,9 @@ class Waiting(Tensor):
             x, number = args
             if type(x) is Waiting and type(number) in (int, float) and number and x.value is None:
                 return x.times(number if function is Tensor.mul else 1 / number)
+        if function in _KNOWN:
+            with torch._C.DisableTorchFunctionSubclass():
+                return function(*args)
         return function(*tree_map(_read, args), **tree_map(_read, kwargs or {}))
 
     __torch_dispatch__ = __torch_function__  # type: ignore[assignment]

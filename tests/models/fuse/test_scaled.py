@@ -43,7 +43,14 @@ def near(got: Tensor, want: Tensor) -> bool:
 
 @pytest.mark.parametrize(
     ("kind", "count"),
-    [("granite", 2), ("falcon_h1", 2), ("cohere2", 1), ("gemma2", 1), ("llama", 0)],
+    [
+        ("granite", 2),
+        ("granitemoe", 2),
+        ("falcon_h1", 2),
+        ("cohere2", 1),
+        ("gemma2", 1),
+        ("llama", 0),
+    ],
 )
 def test_those_that_a_number_follows(kind: str, count: int) -> None:
     assert len(found(family_pair(kind)[1])) == count
@@ -88,6 +95,7 @@ def test_a_result_that_is_read_is_plain(granite: Any) -> None:
         made = waited(module, x)
         assert type(made) is Waiting
         assert made.shape == want.shape and made.dtype == want.dtype and made.device == want.device
+        assert made.value is None  # masks are made for a result that waits
         assert torch.equal(made + 1, want + 1) and torch.equal(made * 3, want * 3)
         for read in (torch.tanh, lambda t: t[:, -1], lambda t: t * t, lambda t: t * torch.ones(())):
             assert torch.equal(read(waited(module, x)), read(want))
