@@ -36,8 +36,8 @@ from .trained import byte_ids
 BATCH, LENGTH, RATE, DEPTH = 64, 256, 1.5e-3, 2
 PROMPT, PROMPTS = 400, 4
 _SIZES = {
-    **{"vocab_size": 256, "hidden_size": 384, "intermediate_size": 1152, "num_hidden_layers": 12},
-    **{"num_attention_heads": 6, "num_key_value_heads": 2, "head_dim": 64},
+    **{"vocab_size": 256, "hidden_size": 512, "intermediate_size": 1536, "num_hidden_layers": 24},
+    **{"num_attention_heads": 8, "num_key_value_heads": 2, "head_dim": 64},
     **{"linear_num_key_heads": 4, "linear_num_value_heads": 4},
     **{"linear_key_head_dim": 64, "linear_value_head_dim": 64, "max_position_embeddings": 4096},
     **{"pad_token_id": None, "bos_token_id": None, "eos_token_id": None},

@@ -15,6 +15,8 @@ from .cache import PackedCache
 from .drafts import EXPECTED, ROWS, agreeing
 from .replay import Replayed, replayed
 
+_FEW = 8 * MOST  # positions, as there are behind some answers without drafts
+
 
 class Mtp:
     """Drafts by an MtpHead, which sees what the model computes of a text (drafts.Sees)."""
@@ -106,9 +108,12 @@ class Mtp:
     def _read_on(self, count: int) -> tuple[Tensor, Tensor]:
         """The next so many positions of the text, by the model's rows; as _step.
 
-        Few positions with some before them, so that there are as many kinds of steps as of the
-        model's, each of which is recorded and compiled.
+        In steps of as many as the model's are of, with some positions once more: each kind is
+        recorded, and its kernels are compiled. A prompt is one.
         """
+        while MOST < count <= _FEW:
+            self._read_on(MOST)
+            count -= MOST
         rows, again = torch.cat(self._rows, 1), 0
         if count <= MOST:
             again = next(m for m in ROWS if m >= count) - count

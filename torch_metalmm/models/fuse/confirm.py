@@ -37,10 +37,11 @@ from ...nn.mixture import Mixture
 from ...nn.recipe import Branch, Heads, Mixer, Product, Short
 from ...nn.sharded import everywhere
 from .observe import Seen, copy_of, stored
-from .runs import evaluating, normal, rounding
+from .runs import evaluating, normal
 
 _STAGES = 10
 _ERROR = 2.0**-8
+_U = {torch.float32: 2.0**-24, torch.float16: 2.0**-11, torch.bfloat16: 2.0**-8}
 _SCALES = (1.0, 100.0, 0.01)  # for three rows
 _FAR = 2**24  # positions, more than any context; f32 tells them from the next
 
@@ -89,16 +90,19 @@ def _close(
         got = _run(_fused_branches(fused, want), fused, x, kwargs, cache)
     except Exception:
         return False
-    mixer = fused.recipe.mixer
-    others = () if mixer is None else (mixer.conv._parameters["weight"],)
-    error = rounding(x, k, *others)
+    u, mixer = _U[x.dtype], fused.recipe.mixer
+    if mixer is not None:
+        u = max(u, _U[mixer.conv._parameters["weight"].dtype])  # type: ignore[union-attr]
+    if x.device.type != "cpu":
+        u = max(u, 2.0**-11)
+    rounding = u + k**0.5 * 2.0**-24
     for a, b, c in zip(got, want, near, strict=True):
         if a.dtype != b.dtype or a.shape != b.shape:
             return False
         # Some GPUs have no float64.
         a, b, c = (t.float().cpu().double().flatten(1) for t in (a, b, c))
         changed = (c - b).norm(dim=1) / _ERROR
-        bound = error * (_STAGES * changed + b.norm(dim=1))
+        bound = rounding * (_STAGES * changed + b.norm(dim=1))
         if not bool(((a - b).norm(dim=1) <= bound).all()):
             return False
     return True

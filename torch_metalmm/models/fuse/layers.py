@@ -17,7 +17,6 @@ from ...nn.norm import FusedNorm
 from ...nn.recipe import Beside, Growth, Heads, Mixer, Recipe
 from ...nn.rotation import FusedRotation
 from ...nn.router import FusedRouter
-from ...nn.scaled import Scaled
 from ...nn.sharded import everywhere, is_sharded
 from ...nn.step import Held, Step
 from ..mtp import MtpHead
@@ -30,7 +29,6 @@ from .norms import as_norm
 from .observe import Seen, is_transformers_model, observed
 from .rotations import fuse_rotations, tell_forms
 from .runs import Unknown, evaluating
-from .scales import scales_found
 from .understand import attentions_of, recipe_of, recipe_of_attention
 
 _ROW = 64  # values of a norm without a weight, which takes any number
@@ -50,7 +48,7 @@ def fuse_layers(model: nn.Module, form: str, once: dict[int, str | None]) -> Non
             fuse_rotations(top)
         steps: dict[object, Step] = {}
         known: set[object] = set()
-        seen = observed(top, scales_found(top))
+        seen = observed(top)
         for module in top.modules():
             earlier = fused_layer(module)
             if earlier is not None and earlier.step is not None:
@@ -203,7 +201,7 @@ def _fuse_norms(module: nn.Module) -> None:
 def _detach_parts(model: nn.Module) -> None:
     for module in model.modules():
         owner = owner_of(module)
-        if isinstance(owner, FusedNorm | FusedRotation | FusedRouter | Scaled):
+        if isinstance(owner, FusedNorm | FusedRotation | FusedRouter):
             owner.detach()
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import sys
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
 from threading import get_ident
 from typing import Any
@@ -87,14 +87,11 @@ class Seen:
         return replace(self, x=x, kwargs=kwargs, out=call.out, calls=calls)
 
 
-def observed(
-    model: Any, first: AbstractContextManager[None] | None = None
-) -> dict[nn.Module, list[Seen]]:
+def observed(model: Any) -> dict[nn.Module, list[Seen]]:
     """{layer: its call in each run}; empty where the model takes no tokens and cache.
 
     The runs, with random tokens: a prompt, one token after it, a prompt at the last positions that
-    the model has, three prompts padded on the left, one token after them. Before them a prompt, of
-    which nothing is kept, inside `first`.
+    the model has, three prompts padded on the left, one token after them.
     """
     cuda = {p.device for p in model.parameters() if p.device.type == "cuda"}
     observer = _Observer()
@@ -106,13 +103,13 @@ def observed(
             stack.enter_context(evaluating(model))
             stack.callback(recall_prompt, forget_prompt(model))
             stack.enter_context(observer.spying())
-            _run(model, observer, first or nullcontext())
+            _run(model, observer)
     except Exception:
         return {}
     return observer.seen
 
 
-def _run(model: Any, observer: _Observer, first: AbstractContextManager[None]) -> None:
+def _run(model: Any, observer: _Observer) -> None:
     config, table = model.config, model.get_input_embeddings()
     text, device = config.get_text_config(), table.weight.device
     prompt = torch.arange(_LENGTH, device=device)
@@ -126,8 +123,7 @@ def _run(model: Any, observer: _Observer, first: AbstractContextManager[None]) -
                 mask = options["attention_mask"]
                 options["attention_mask"] = torch.cat((mask, mask.new_ones(batch, 1)), -1)
 
-    with first:
-        run(1, (_LENGTH,))
+    run(1, (_LENGTH,))
     observer.find_layers(model)
     if not observer.seen:
         return

@@ -13,7 +13,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-_U = {torch.float32: 2.0**-24, torch.float16: 2.0**-11, torch.bfloat16: 2.0**-8}
 PLAIN = (bool, int, float, str, type(None))  # what a constant argument may be
 
 
@@ -44,14 +43,6 @@ def numbers(below: int, *shape: int, seed: int = 0) -> Tensor:
 def numbers_of(module: nn.Module) -> list[float]:
     """The numbers that the module may multiply by."""
     return [v for v in vars(module).values() if isinstance(v, float) and v not in (0.0, 1.0)]
-
-
-def rounding(x: Tensor, k: int, *others: Any) -> float:
-    """The relative error of a product of x over k values, computed in the dtype of one of these."""
-    u = max(_U[t.dtype] for t in (x, *others))
-    if x.device.type != "cpu":
-        u = max(u, 2.0**-11)
-    return u + k**0.5 * 2.0**-24
 
 
 @contextmanager
