@@ -47,7 +47,8 @@ def model_of(kind: str = "llama") -> Any:
 def answer(model: Any, prompt: Tensor, cache: Any = None, **how: Any) -> Tensor:
     torch.manual_seed(3)
     cache = PackedCache(model.config, "f32") if cache is None else cache
-    own = {"max_new_tokens": NEW, "pad_token_id": 0, "eos_token_id": None} | how
+    own = {"max_new_tokens": NEW, "pad_token_id": 0, "eos_token_id": None}
+    own |= {"attention_mask": torch.ones_like(prompt)} | how  # a token 0 is no padding here
     out: Tensor = model.generate(
         prompt, **{cache_of_generate(): cache}, custom_generate=decode, **own
     )

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import random
+from collections.abc import Hashable
 from pathlib import Path
 from typing import Any
 
@@ -82,6 +84,80 @@ def test_tokens_are_those_without_drafts(
         assert steps is not None and (steps.replays > 20 or family == "deepseek_v3")
         assert {kind.ids.shape[1] for kind in steps.kinds()} <= set(ROWS)
     draft.check()
+
+
+class Resting(Fixed):
+    """Drafts, or none for some tokens, of which the head then has any number to read."""
+
+    def __init__(self, seed: int) -> None:
+        super().__init__(7)
+        self._draws = random.Random(seed)
+
+    def count(self, kind: Hashable, most: int = 7) -> int:
+        drafted = super().count(kind, most)
+        return min(drafted, self._draws.choice((0, 0, 0, 1, 3, 7)))
+
+
+@pytest.mark.parametrize("family", ["qwen3_5_text", "glm4_moe"])
+def test_positions_that_are_read_once_more(
+    family: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model, head = pair(family, tmp_path)
+    draft, own, again = Seen(model, head), Mtp._step, list[int]()
+
+    def counted(self: Mtp, *args: Any) -> Any:
+        again.extend(args[3:])
+        return own(self, *args)
+
+    monkeypatch.setattr(Mtp, "_step", counted)
+    for seed in range(3):
+        prompt = ids(1, 9 + 20 * seed, seed=seed)
+        got = answer(model, prompt, draft=draft, pace=Resting(seed), **GREEDY)
+        assert torch.equal(got, answer(model, prompt, **GREEDY))
+    steps = replayed(head)
+    assert steps is not None and sum(map(bool, again)) > 5
+    assert {kind.ids.shape[1] for kind in steps.kinds()} <= set(ROWS)
+    draft.check()
+
+
+@pytest.mark.parametrize("at", ["crop", "forward"])
+def test_an_interrupt_while_positions_are_read_once_more(
+    at: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model, head = pair("glm4_moe", tmp_path)
+    draft, own = Seen(model, head), Mtp._step
+
+    def interrupted(self: Mtp, *args: Any) -> Any:
+        if args[3:] and args[3]:
+            monkeypatch.setattr(Mtp, "_step", own)
+            if at == "forward":
+                monkeypatch.setattr(head, "forward", raises)
+            else:
+                monkeypatch.setattr(self, "_cache", Cropping(self._cache))
+        return own(self, *args)
+
+    def raises(*_: Any, **__: Any) -> Any:
+        raise KeyboardInterrupt
+
+    class Cropping:
+        def __init__(self, cache: PackedCache) -> None:
+            self._cache = cache
+
+        def crop(self, count: int) -> None:
+            self._cache.crop(count)
+            raise KeyboardInterrupt
+
+        def __getattr__(self, name: str) -> Any:
+            return getattr(self._cache, name)
+
+    monkeypatch.setattr(Mtp, "_step", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        for seed in range(9):
+            answer(model, ids(1, 9), draft=draft, pace=Resting(seed), **GREEDY)
+    monkeypatch.undo()
+    text = torch.tensor([[*draft._tokens]])
+    got = answer(model, text, draft=draft, pace=Fixed(3), **GREEDY)
+    assert torch.equal(got, answer(model, text, **GREEDY))
 
 
 def test_the_next_prompt(tmp_path: Path) -> None:

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 _OF_VALUES = {torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape}
 AFTER = 2  # runs of a list, with which allocators and libraries are warm
@@ -39,11 +42,22 @@ class CudaGraph:
         return [t.clone() for t in self._results[:count]] + self._results[count:]
 
 
-def _waits(name: str) -> bool:
-    """Whether the host waits for what an op, "aten::nonzero", computes, by its tags."""
-    namespace, _, op = name.partition("::")
-    packet = getattr(getattr(torch.ops, namespace), op)
-    return any(_OF_VALUES.intersection(getattr(packet, o).tags) for o in packet.overloads())
+class _Looks(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """fits: whether a graph does what the ops inside do, as none waits for values that the device
+    computes, and none reads or makes what is on another device."""
+
+    def __init__(self, device: torch.device) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._type, self.fits = device.type, True
+
+    def __torch_dispatch__(
+        self, function: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        out = function(*args, **(kwargs or {}))
+        tensors = (t for t in tree_leaves((args, kwargs, out)) if isinstance(t, Tensor))
+        is_here = all(t.device.type == self._type for t in tensors)
+        self.fits &= is_here and not _OF_VALUES.intersection(function.tags)
+        return out
 
 
 # By type of device. MPS gets its own here when torch has released one (pull request 189019).
@@ -53,18 +67,12 @@ GRAPHS: dict[str, type[CudaGraph]] = {"cuda": CudaGraph}
 class Runs:
     """A list that is run for each step: by itself, then as a graph where its device has those.
 
-    called: the names of torch's ops in it. With one that waits for values there is no graph.
+    The last run before says whether it can be one.
     """
 
-    def __init__(
-        self,
-        run: Callable[[], list[Tensor]],
-        device: torch.device,
-        called: Iterable[str],
-        shown: int,
-    ) -> None:
+    def __init__(self, run: Callable[[], list[Tensor]], device: torch.device, shown: int) -> None:
         self._run, self._device, self._shown, self._count = run, device, shown, 0
-        self._kind = None if any(map(_waits, set(called))) else GRAPHS.get(device.type)
+        self._kind = GRAPHS.get(device.type)
         self.graph: CudaGraph | None = None
         self.refusal = ""  # of torch, to capture the list
 
@@ -72,8 +80,13 @@ class Runs:
         if self.graph is not None:
             return self.graph.run()
         self._count += 1
-        if self._kind is None or self._count <= AFTER:
+        if self._kind is None or self._count < AFTER:
             return self._run()
+        if self._count == AFTER:
+            with _Looks(self._device) as looks:
+                results = self._run()
+            self._kind = self._kind if looks.fits else None
+            return results
         try:
             self.graph = self._kind(self._run, self._device, self._shown)
         except RuntimeError as error:

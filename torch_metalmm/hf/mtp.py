@@ -117,24 +117,26 @@ class Mtp:
         rows, again = torch.cat(self._rows, 1), 0
         if count <= MOST:
             again = next(m for m in ROWS if m >= count) - count
-            again = again if again <= min(self._before, self._read - self._first) else 0
-        if again:
-            self._cache.crop(-again)
+            again = again if again <= self._before else 0
         begin, own = self._read - again, rows[:, self._before - again :]
         given = torch.tensor([self._tokens[begin + 1 :][: again + count]], device=rows.device)
-        found = self._step(given, own[:, : again + count], begin + 1)
+        found = self._step(given, own[:, : again + count], begin + 1, again)
         self._read += count
         end = self._before + count
         self._before = min(end, MOST)
         self._rows = [rows[:, end - self._before :]]
         return found
 
-    def _step(self, given: Tensor, hidden: Tensor, begin: int) -> tuple[Tensor, Tensor]:
+    def _step(
+        self, given: Tensor, hidden: Tensor, begin: int, again: int = 0
+    ) -> tuple[Tensor, Tensor]:
         """(the likeliest token [1, 1], what stands in for the model's row) behind tokens [1, n]
-        from a position on, each with the row before it."""
+        from a position on, each with the row before it; the first `again` are read once more."""
         at = torch.arange(begin, begin + given.shape[1], device=given.device)[None]
         self.head.given.take(hidden)
         try:
+            if again:
+                self._cache.crop(-again)
             with exact_rows(given.shape[1] <= MOST):  # by the fewest ops
                 logits = self.head(input_ids=given, position_ids=at, cache=self._cache).logits
         except BaseException:  # within the layer, whose rows may be half there

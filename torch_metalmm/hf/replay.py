@@ -252,8 +252,7 @@ class Replayed(StandIn):
         elif not step.why and step.recorded == 2:
             step.output = _Output(type(out), *with_cache(self.module, cache))
             step.native.keep(results, shown)
-            called = step.native.called()
-            step.run = Runs(step.native.run, step.ids.device, called, len(shown))
+            step.run = Runs(step.native.run, step.ids.device, len(shown))
             out.logits = out.logits.clone()  # what was recorded is the list's
         if step.hidden is not None:
             step.hidden.rows = results[1].clone()

@@ -270,6 +270,14 @@ def test_ollama_generates(ollama: Any, smol: Served) -> None:
     assert ollama.generate(prompt="One, two,", raw=True, **given).response == text
 
 
+def test_ollama_loads(ollama: Any) -> None:
+    """A request without a text is one for the model in memory."""
+    for told in (ollama.generate(model="smol"), ollama.chat(model="smol", messages=[])):
+        assert told.done and told.done_reason == "load" and told.eval_count is None
+    [part] = ollama.generate(model="smol", stream=True)
+    assert part.response == "" and part.done
+
+
 def test_ollama_shows(ollama: Any) -> None:
     shown = ollama.show("smol")
     assert shown.capabilities == ["completion"] and "im_start" in shown.template

@@ -311,11 +311,11 @@ def write_out(writer: Any) -> None:
 
     Not write_tensors_to_file(): numpy's tofile() loses the system's number of an error.
     """
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_ti_data_to_file()
-    (out,), (tensors,) = writer.fout, writer.tensors
     try:
+        writer.write_header_to_file()
+        writer.write_kv_data_to_file()
+        writer.write_ti_data_to_file()
+        (out,), (tensors,) = writer.fout, writer.tensors
         writer.write_padding(out, out.tell())
         for tensor in tensors.values():
             out.write(np.ascontiguousarray(tensor.tensor).data)

@@ -29,7 +29,15 @@ from .errors import ApiError, wrong
 from .feed import Feed
 from .messages import MessageReply, Messages
 from .metrics import Metrics
-from .ollama import OllamaChat, OllamaGenerate, OllamaReply, OllamaShow, response_of
+from .ollama import (
+    OllamaChat,
+    OllamaGenerate,
+    OllamaReply,
+    OllamaShow,
+    loaded,
+    message_of,
+    response_of,
+)
 from .prompts import Prompt, Prompts
 from .replies import ChatReply, Choices, CompletionReply, Reply
 from .responses import ResponseReply, Responses
@@ -168,6 +176,8 @@ class Server:
 
     async def ollama(self, request: Request) -> Response:
         asked = await self._asked(request, OllamaChat)
+        if asked.is_load():
+            return JSONResponse(loaded(self.name, message_of))
 
         def reply(_: Prompt, choices: list[ChatReply]) -> Reply:
             return OllamaReply(self.name, choices[0])
@@ -175,7 +185,10 @@ class Server:
         return await self._chat(request, asked.chat(), reply)
 
     async def generate(self, request: Request) -> Response:
-        given = (await self._asked(request, OllamaGenerate)).made()
+        asked = await self._asked(request, OllamaGenerate)
+        if asked.is_load():
+            return JSONResponse(loaded(self.name, response_of))
+        given = asked.made()
         reply = partial(OllamaReply, self.name, told=response_of)
         if isinstance(given, Chat):
             return await self._chat(request, given, lambda _, choices: reply(choices[0]))

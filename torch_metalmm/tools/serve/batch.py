@@ -230,7 +230,7 @@ class Batch(Runner):
             with noted(before.again):
                 logits = self._forward(rows, positions, count)
             self._show(self._answers, ahead)
-            self._answers = self._taken(ahead, logits, before)
+            self._keep(ahead, logits, before)
         if self._guessing is not None and begin is not None:
             self._guessing.took(len(rows), count, time.monotonic() - begin)
 
@@ -252,21 +252,19 @@ class Batch(Runner):
             starts = [len(answer.text.tokens) for answer in answers]
             self._guessing.see(answers, starts, list(map(len, ids)))
 
-    def _taken(self, ahead: list[list[int]], logits: Tensor, before: States) -> list[_Answer]:
-        """The answers that go on, each with the tokens of the step that it keeps.
+    def _keep(self, ahead: list[list[int]], logits: Tensor, before: States) -> None:
+        """Let each answer have the tokens of the step that are right; those that end are gone.
 
         logits: [answers, tokens of the step, vocabulary]. before: the states that it has moved.
         """
-        going = []
-        for i, (answer, ids) in enumerate(zip(self._answers, ahead, strict=True)):
+        for i, (answer, ids) in enumerate(zip([*self._answers], ahead, strict=True)):
             kept = self._take(answer, ids, logits[i])
             if not kept:
+                self._answers.remove(answer)  # before another fails
                 continue
             if kept < logits.shape[1] and not before.go_back(kept, slice(i, i + 1)):
                 self._forward([ids[:kept]], self.cache.begin_step([answer.text], kept))
             answer.text.extend(ids[:kept], is_shared=False)
-            going.append(answer)
-        return going
 
     def _take(self, answer: _Answer, ids: list[int], logits: Tensor) -> int:
         """How many tokens of a step are kept, up to the first wrong guess; 0: the answer is over.

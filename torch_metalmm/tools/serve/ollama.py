@@ -89,8 +89,12 @@ class _Asked(Request):
 
 @dataclass(kw_only=True)
 class OllamaChat(_Asked):
-    messages: Any
+    messages: Any = None
     tools: Any = None
+
+    def is_load(self) -> bool:
+        """Whether a client asks for no text, but for the model in memory."""
+        return self.messages in ([], None)
 
     def chat(self) -> Chat:
         """ApiError 400: it says what no chat can."""
@@ -107,13 +111,20 @@ class OllamaGenerate(_Asked):
     template: str | None = None
     context: Any = None
 
+    def is_load(self) -> bool:
+        """Whether a client asks for no text, but for the model in memory."""
+        return not (self.prompt or self.suffix or self.images)
+
     def made(self) -> Chat | Completion:
         """A completion where no chat template makes the prompt. ApiError 400: it says what that
         cannot."""
         is_raw = bool(self.raw or self.suffix)
-        for name in ("template", "context", *(("system", "images", "think") if is_raw else ())):
+        for name in ("template", "context"):
             if getattr(self, name):
-                raise unsupported(name, "not with raw or suffix" if is_raw else "not supported")
+                raise unsupported(name, "not supported")
+        for name in ("system", "images", "think") if is_raw else ():
+            if getattr(self, name):
+                raise unsupported(name, "not with raw or suffix")
         if is_raw:  # to the end, as there; OpenAI's default is 16 tokens
             own = {"prompt": self.prompt, "suffix": self.suffix, "max_tokens": -1}
             return self._made(Completion, own)
@@ -198,6 +209,16 @@ def response_of(content: str, thinking: str, _: list[Object]) -> Object:
     return {"response": content, **({"thinking": thinking} if thinking else {})}
 
 
+def _head(model: str) -> Object:
+    now = datetime.now(timezone.utc).isoformat().replace("+00:00", "Z")
+    return {"model": model, "created_at": now}
+
+
+def loaded(model: str, told: Callable[..., Object]) -> Object:
+    """The answer where no text is asked for. told: as OllamaReply has it."""
+    return {**_head(model), **told("", "", []), "done": True, "done_reason": "load"}
+
+
 class OllamaReply:
     """A Reply in Ollama's shape: a line of JSON for each piece."""
 
@@ -218,21 +239,17 @@ class OllamaReply:
         for chunk in self._choice.feed(came):
             parts = _said(chunk, "delta")
             if any(parts):
-                yield _line({**self._head(), **self._told(*parts), "done": False})
+                yield _line({**_head(self._model), **self._told(*parts), "done": False})
 
     def last(self) -> Iterator[str]:
-        yield _line({**self._head(), **self._told("", "", []), **self._end()})
+        yield _line({**_head(self._model), **self._told("", "", []), **self._end()})
 
     def failed(self, error: ApiError) -> str:
         return _line(refusal(error))
 
     def whole(self) -> Object:
         told = self._told(*_said(self._choice.whole(), "message"))
-        return {**self._head(), **told, **self._end()}
-
-    def _head(self) -> Object:
-        now = datetime.now(timezone.utc).isoformat().replace("+00:00", "Z")
-        return {"model": self._model, "created_at": now}
+        return {**_head(self._model), **told, **self._end()}
 
     def _end(self) -> Object:
         """Times in nanoseconds; that of loading is of no request."""
