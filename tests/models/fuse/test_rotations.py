@@ -201,12 +201,36 @@ def test_one_op_makes_the_angles_of_one_position(kind: str, inference: bool) -> 
         at += 1
 
 
+@pytest.mark.parametrize("change", ["positions", "dtype"])
+def test_what_was_made_for_another_call_is_not_taken(change: str) -> None:
+    """A call for one kind of layers makes those of the other, which nobody has asked for."""
+    [rotation] = rotations(family_pair("gemma3_text")[1])
+    x, at = torch.zeros(1, 1, 8), torch.tensor([[5]])
+    rotation.module(x, at, "full_attention")
+    if change == "positions":
+        at += 7
+    else:
+        x = x.half()
+    assert_same(rotation, x, at, "sliding_attention")
+
+
+def test_kinds_whose_rows_would_not_be_aligned_are_made_one_by_one() -> None:
+    [rotation] = rotations(copy.deepcopy(family_pair("gemma3_text")[1]))
+    own = rotation.module._buffers
+    for name in [n for n in own if n.endswith("_inv_freq")]:
+        own[name] = own[name][:-1].clone()
+    x, at = torch.zeros(1, 1, 8), torch.tensor([[5]])
+    for kind in ("full_attention", "sliding_attention"):
+        rotation.module(x, at, kind)
+        with _Ops() as seen:
+            rotation.module(x, at, kind)
+        assert seen.names == ["metalmm::rope_tables"]
+        assert_same(rotation, x, at, kind)
+
+
 def test_frequencies_that_are_changed_are_laid_anew() -> None:
-    rotation, x, at = (
-        rotations(copy.deepcopy(family_pair("gemma3_text")[1]))[0],
-        torch.zeros(1, 1, 8),
-        places(1, 1),
-    )
+    [rotation] = rotations(copy.deepcopy(family_pair("gemma3_text")[1]))
+    x, at = torch.zeros(1, 1, 8), places(1, 1)
     own = rotation.module._buffers
     name = next(n for n in own if n.endswith("_inv_freq"))
     rotation.module(x, at, "full_attention")
