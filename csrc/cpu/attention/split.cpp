@@ -86,8 +86,7 @@ struct Split {
     };
     if (x.rows <= kMaxDotRows) {
       a.each_run(b, span, [&](Span run, int64_t place) {
-        a.prefetch(run.last < span.last ? a.keys : a.values, b, head % a.kv_heads,
-                   run.last < span.last ? run.last : span.first);
+        if (run.last < span.last) a.fetch_keys(b, head % a.kv_heads, run.last);
         multiply(a.keys.kernels(), keys, {place, place + run.last - run.first},
                  s + run.first - span.first);
       });
@@ -118,7 +117,6 @@ struct Split {
     }
     for (int64_t t = 0; t < n; t += kBlockSlots) {
       const int64_t count = std::min(kBlockSlots, n - t);
-      if (t + count < n) a.prefetch(a.values, b, head % a.kv_heads, span.first + t + count);
       a.decode(a.values, b, head % a.kv_heads, span.first + t, count, x.dim, decoded);
       for (int64_t r = 0; r < x.rows;) {
         int kernel = kNumWeighKernels - 1;
