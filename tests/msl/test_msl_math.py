@@ -155,3 +155,14 @@ def test_float_expressions(expression: str) -> None:
 def test_integer_expressions(expression: str) -> None:
     values = [i * 0x9E3779B1 & 0x7FFFFFFF for i in LANES]
     assert INT_BATCH(expression, "int", values) == [INTS[expression](v) for v in values]
+
+
+def test_a_half_is_rounded_once() -> None:
+    """Of sums next to ties, which they are where f32 holds them."""
+    x = torch.arange(0x3C00, 0x3D00, dtype=torch.int16).view(torch.half)
+    arguments = "device half* x, device half* y, uint i [[thread_position_in_grid]]"
+    body = "y[i] = fma(x[i], half(1.5), as_type<half>(ushort(0x8001)));"
+    y, exact = torch.empty_like(x), x.double() * 1.5 - 2.0**-24
+    MetalSource(HEAD + f"kernel void k({arguments}) {{ {body} }}").function("k")(4, 64, [x, y])
+    assert torch.equal(y, torch.from_numpy(exact.numpy().astype("float16")))
+    assert not torch.equal(y, exact.float().half())

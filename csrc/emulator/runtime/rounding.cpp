@@ -1,5 +1,5 @@
-// Conversions to bfloat that clang calls and the ziglang package's runtime library lacks: nearest,
-// ties to even. Subnormal numbers are dropped where the processor drops them (float_mode.h).
+// Conversions that clang calls: nearest, ties to even. Subnormal numbers are dropped where the
+// processor drops them (float_mode.h).
 #include <cstdint>
 #include <cstring>
 
@@ -22,8 +22,8 @@ __attribute__((weak)) __bf16 __truncsfbf2(float x) {
   return y;
 }
 
-// Rounds once: to odd in f32 first, which keeps what the second rounding must know.
-__attribute__((weak)) __bf16 __truncdfbf2(double x) {
+// To odd, which keeps what a second rounding must know.
+static float rounded_to_odd(double x) {
   float y = static_cast<float>(x);
   uint32_t bits;
   memcpy(&bits, &y, sizeof bits);
@@ -32,6 +32,12 @@ __attribute__((weak)) __bf16 __truncdfbf2(double x) {
     bits += away ? -1 : 1;
     memcpy(&y, &bits, sizeof y);
   }
-  return __truncsfbf2(y);
+  return y;
+}
+
+__attribute__((weak)) __bf16 __truncdfbf2(double x) { return __truncsfbf2(rounded_to_odd(x)); }
+
+__attribute__((weak)) _Float16 __truncdfhf2(double x) {
+  return static_cast<_Float16>(rounded_to_odd(x));
 }
 }
