@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import re
 import shutil
@@ -52,6 +53,13 @@ def pytest_configure(config: pytest.Config) -> None:
     hypothesis.settings.register_profile("metalmm", derandomize=True, deadline=None)
     hypothesis.settings.load_profile("metalmm")
     SELECTED[:] = select(os.environ.get("METALMM_TEST_BACKENDS"))
+    gc.disable()  # until pytest_collection_finish: nearly all that is made stays
+
+
+def pytest_collection_finish(session: pytest.Session) -> None:
+    """Modules and cases stay until the end: a collection of garbage visits them no more."""
+    gc.freeze()
+    gc.enable()
 
 
 def pytest_report_header(config: pytest.Config) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import re
 import sys
 from pathlib import Path
@@ -24,10 +25,14 @@ sys.path.insert(0, str(ROOT / "csrc" / "mps"))
 import flatten
 
 METAL = ROOT / "metal"
-SHADERS = flatten.flatten(METAL)
 FILES = {f.stem: f.relative_to(METAL) for f in METAL.rglob("*.metal")}
 ROWS = re.findall(r"^MM_\w+ *\((\w+), *(\w+)", (METAL / "formats.def").read_text(), re.M)
 STRUCTS = dict(ROWS)
+
+
+@functools.cache
+def shaders() -> dict[str, flatten.Shader]:
+    return flatten.flatten(METAL)
 
 
 def read(text: str, name: str) -> Source:
@@ -47,7 +52,7 @@ def only(kernel: str) -> str:
 
 
 def shader_of(kernel: str) -> flatten.Shader:
-    return SHADERS[alone(kernel).file.stem]
+    return shaders()[alone(kernel).file.stem]
 
 
 def kernel_of(i: int, strategy: str) -> str:
@@ -60,7 +65,7 @@ KERNELS = [kernel_of(i, s) for i, s in enumerate(STRATEGIES)]
 
 
 def test_every_shader_is_there() -> None:
-    assert set(SHADERS) == set(FILES)
+    assert set(shaders()) == set(FILES)
 
 
 def test_every_kernel_gets_the_snippets_of_its_format() -> None:
@@ -86,7 +91,7 @@ def test_a_text_has_its_own_format_only(name: str) -> None:
     """No struct of another format, but where the format is made of one, and keys beside values."""
     others = set(STRUCTS.values()) - {STRUCTS[name], STRUCTS["f16"]}
     others -= {"Q4_0"} if name == "iq4_nl" else set()
-    for shader in SHADERS.values():
+    for shader in shaders().values():
         text = re.sub(r"//.*", "", shader.text(list(STRUCTS).index(name)))
         assert not others & set(re.findall(r"\w+", text))
 
@@ -111,7 +116,7 @@ def test_code_is_that_of_the_whole_shader(kernel: str) -> None:
 
 def test_lines_are_those_of_the_files() -> None:
     """Each declaration begins with the place of its first line: messages name it."""
-    text = "".join({part.text for shader in SHADERS.values() for part in shader.snippets})
+    text = "".join({part.text for shader in shaders().values() for part in shader.snippets})
     found = re.findall(r'^#line (\d+) "(metal/[^"]+)"\n(.*)', text, re.M)
     lines = {file: (ROOT / file).read_text().splitlines() for _, file, _ in found}
     assert found and all(lines[file][int(number) - 1] == line for number, file, line in found)
