@@ -28,7 +28,7 @@ for line in sys.stdin:
     if child == 0:
         answer(*json.loads(line))
         break
-    print(os.waitpid(child, 0)[1], flush=True)
+    print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]), flush=True)
 """
 _ANEW = "import json, sys\nrun(*json.loads(sys.stdin.read()))\n"
 
@@ -41,7 +41,7 @@ class Forked:
         self._server: subprocess.Popen[str] | None = None
 
     def __call__(self, said: Path, *given: Any) -> int:
-        """The exit status; 0: it ended as it should."""
+        """The exit status: 0 if it ended as it should, of a signal its number, negative."""
         if sys.platform == "darwin":
             with said.open("a") as file:
                 command = [*self._command, self._script + _ANEW]

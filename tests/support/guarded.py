@@ -1,21 +1,13 @@
-"""Runs every format with its buffers against pages that may not be touched. Used by test_layouts.
-
-A process prints the name of each format and exercises the format. A process that dies has named the
-format; the next process goes on behind it. Nothing is forked: on a Mac a forked process may not use
-Apple's frameworks.
-"""
+"""Formats with their buffers against pages that may not be touched: a process that does, dies."""
 
 from __future__ import annotations
 
 import ctypes
 import faulthandler
 import mmap
-import signal
-import subprocess
-import sys
 
 import torch
-from backends import CPU, ONE_OF_EACH
+from backends import CPU
 from inputs import activations, random_weight
 from oracle import check, linear, linear_of_rounded, spec
 from torch import Tensor
@@ -105,39 +97,10 @@ def over_write() -> None:
 TRAPS = {"over_read": over_read, "over_write": over_write}
 
 
-def exercise_all(names: list[str]) -> None:
+def run(*names: str) -> None:
     """Traps and formats in turn, each named on a line before it runs."""
     faulthandler.enable()
     torch.set_num_threads(1)
     for name in names:
         print(name, flush=True)
         TRAPS[name]() if name in TRAPS else exercise(name)
-
-
-def failures(names: list[str]) -> dict[str, str]:
-    """{name: how its process ended} of those that did not return: a signal's name, or "error"."""
-    failed: dict[str, str] = {}
-    while names:
-        command = [sys.executable, __file__, *names]
-        done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=False)
-        if done.returncode == 0:
-            break
-        started = done.stdout.split()
-        if not started:
-            raise RuntimeError(f"guarded: exit status {done.returncode} before the first format")
-        signalled = done.returncode < 0
-        failed[started[-1]] = signal.Signals(-done.returncode).name if signalled else "error"
-        names = names[len(started) :]
-    return failed
-
-
-def main() -> int:
-    traps = failures(list(TRAPS))
-    print(f"traps: {traps}")
-    failed = failures(list(ONE_OF_EACH))
-    print(f"{len(ONE_OF_EACH)} formats, failed: {failed or 'none'}")
-    return 1 if failed or traps.get("over_read") not in ("SIGSEGV", "SIGBUS") else 0
-
-
-if __name__ == "__main__":
-    sys.exit(exercise_all(sys.argv[1:]) if sys.argv[1:] else main())
