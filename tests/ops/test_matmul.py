@@ -178,12 +178,12 @@ def test_several_panels_of_torch_s_matmul(backend: Backend) -> None:
 
 
 @st.composite
-def calls(draw: st.DrawFn) -> dict[str, object]:
+def calls(draw: st.DrawFn, many: tuple[int, ...]) -> dict[str, object]:
     name = draw(st.sampled_from(FORMATS))
     block = formats.get(name).block_values
     return {
         "name": name,
-        "m": draw(st.one_of(st.integers(0, 40), st.sampled_from((255, 256, 257, 300)))),
+        "m": draw(st.one_of(st.integers(0, 40), st.sampled_from(many))),
         "n": draw(st.integers(0, 110)),
         "k": block * draw(st.integers(0, 700 if block == 1 else 1400 // block)),
         "dtype": draw(st.sampled_from(DTYPES)),
@@ -197,9 +197,10 @@ def calls(draw: st.DrawFn) -> dict[str, object]:
 
 def test_random_calls(backend: Backend) -> None:
     """Any shape, dtype, bias, strategy, and place of the weight in memory of 0xFF."""
+    many = (33, 64, 65) if backend.is_slow else (255, 256, 257, 300)
 
     @settings(max_examples=40 if backend.is_slow else 300)
-    @given(call=calls())
+    @given(call=calls(many))
     def within_the_bound(call: dict[str, object]) -> None:
         check_call(backend, call)
 
