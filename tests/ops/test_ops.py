@@ -23,6 +23,9 @@ FROZEN = (
     *("causal_conv", "gated_delta", "ssm_scan", "rope_tables", "attention of"),
 )  # nothing requires a gradient
 
+CHECKS: tuple[str, ...] = ("test_schema", "test_faketensor")
+CHECKS += ("test_autograd_registration", "test_aot_dispatch_dynamic")
+
 
 def moved(given: Any, backend: Backend, grad: bool) -> Any:
     """An argument on the engine's device; with `grad`, one that requires it where it can: weights
@@ -52,9 +55,9 @@ def test_every_op_is_called() -> None:
 )
 def test_opcheck(label: str, grad: bool, backend: Backend) -> None:
     """Schema (no argument is changed that it does not name, none is in the result), autograd
-    registration, shape, dtype and strides of fakes, and AOT dispatch with dynamic shapes. Of a
-    slow engine what depends on the engine: the schema and the fakes."""
-    few = {"test_utils": ("test_schema", "test_faketensor")} if backend.is_slow else {}
+    registration, shape, dtype and strides of fakes, and AOT dispatch with dynamic shapes. A slow
+    engine takes what depends on the engine: the schema and the fakes."""
+    checks = CHECKS[:2] if backend.is_slow else CHECKS
     dtypes = [torch.float32] if grad else [torch.bfloat16]
     if label.startswith(FROZEN):  # which have no case with a gradient
         dtypes.append(torch.float32)
@@ -62,7 +65,7 @@ def test_opcheck(label: str, grad: bool, backend: Backend) -> None:
         op, args, kwargs = op_calls(dtype)[label]
         options = {k: backend.put_view(a) for k, a in kwargs.items()}
         given = tuple(moved(a, backend, grad) for a in args)
-        torch.library.opcheck(op.default, given, options, **few)
+        torch.library.opcheck(op.default, given, options, test_utils=checks)
 
 
 WRITTEN = {
