@@ -298,8 +298,13 @@ def _compile(folder: Path, text: str, checked: bool, more: Sequence[str]) -> Pat
 
 @functools.cache
 def _host_libraries() -> list[str]:
-    """The C library of this process, which is that of all that load what is linked."""
-    maps = Path("/proc/self/maps").read_text()
+    """The C library of this process, which is that of all that load what is linked.
+
+    Empty where no /proc tells of it, as on macOS.
+    """
+    if not (maps_file := Path("/proc/self/maps")).exists():
+        return []
+    maps = maps_file.read_text()
     return sorted(set(re.findall(r"/\S*/(?:libc|libm|ld-linux[\w-]*)\.so\.\d$", maps, re.M)))
 
 
@@ -308,13 +313,13 @@ def _link(library: Path, text: str, checked: bool, more: Sequence[str] = ()) -> 
     with tempfile.TemporaryDirectory(dir=library.parent) as temporary:
         linked = Path(temporary) / library.name
         objects = [str(_compile(Path(temporary), text, checked, more)), *runtime_objects()]
-        done = zig(
-            "ld.lld", "-shared", "-z", "defs", "-o", str(linked), *objects, *_host_libraries()
-        )
-        if done.returncode:  # it lacks a function of clang's library, which zig compiles in 20 s
-            # Without the last, zig first builds a library for sanitizers.
-            options = ["-shared", "-g1", "-fno-sanitize=all"]
-            done = zig("cc", *options, "-o", str(linked), *objects, "-lm", "-lpthread")
+        to = ("-shared", "-o", str(linked), *objects)
+        libraries = _host_libraries()
+        done = zig("ld.lld", "-z", "defs", *to, *libraries) if libraries else None
+        # Where a function of clang's own library is called, which zig compiles in 20 s.
+        if done is None or done.returncode:
+            # Without the second, zig first builds a library for sanitizers.
+            done = zig("cc", "-g1", "-fno-sanitize=all", *to, "-lm", "-lpthread")
         if done.returncode:
             raise BuildError(done.stderr)
         os.replace(linked, library)
