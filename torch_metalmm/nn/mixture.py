@@ -36,6 +36,7 @@ class Mixture:
     experts: Any
     shared: GatedMLP | None = None
     gate: Any = None
+    joined: bool = field(default=False, repr=False)  # by join(): again, wherever tensors move
     _key: tuple[int, ...] = field(default=(), compare=False, repr=False)  # addresses, of
     _stacked: bool = field(default=False, compare=False, repr=False)
     _whole: Tensor | None = field(default=None, compare=False, repr=False)
@@ -141,20 +142,29 @@ class Mixture:
     def stacks(self) -> dict[str, Tensor] | None:
         """The stacks of the experts with the shared one behind them, where it lies there.
 
-        Views of this call: kept, they would hold the memory of weights that were replaced.
+        A copy of a joined one, or one that was moved, is joined first. Views of this call: kept,
+        they would hold the memory of weights that were replaced.
         """
         if torch.compiler.is_compiling() or self.shared is None:
             return None
         parts, layers = self.parts(), self.shared.layers()
-        held = [t for of in parts.values() for t in of]
-        key = tuple(at for t in held for at in (t.data_ptr(), t.untyped_storage().data_ptr()))
-        if key != self._key:
-            self._key, self._stacked = key, all(map(_is_stack, parts.values()))
+        if self._addresses(parts) != self._key:
+            if self.joined:
+                join(self)
+                parts = self.parts()
+            self._key, self._stacked = self._addresses(parts), all(map(_is_stack, parts.values()))
         own = self.experts.activations
         alike = all(m.activations == own and m._parameters["bias"] is None for m in layers)
         if not (self._stacked and alike):
             return None
         return {n: _stack(experts) for n, (experts, *_) in parts.items()}
+
+    def _addresses(self, parts: dict[str, tuple[Tensor, ...]]) -> tuple[int, ...]:
+        """Of what join() moves, and of the memory that it is in."""
+        held = [t for of in parts.values() for t in of]
+        if self.gate is not None:
+            held += (tensor_of(self.router.module, self.router.weight)[1], self._row()[0])
+        return tuple(at for t in held for at in (t.data_ptr(), t.untyped_storage().data_ptr()))
 
     def parts(self) -> dict[str, tuple[Tensor, ...]]:
         """{stack: (the experts', the shared one's)}; gate and up of this may be two."""
@@ -174,6 +184,7 @@ def join(r: Mixture) -> None:
     Its gate lies behind the router, where both are of one kind: route reads them as one.
     Names and shapes of all tensors stay: they are parts of one stack then.
     """
+    r.joined = True
     e, mlp = r.experts, r.shared
     if mlp is None or r.router.top_k > _MOST:
         return
