@@ -6,20 +6,31 @@ import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 
+import torch
+
+_OF_MACHINE = (ImportError, MemoryError, OSError, torch.OutOfMemoryError, torch.AcceleratorError)
+# RuntimeErrors of torch: memory of the CPU or of MPS is full, a device has no such op.
+_WORDS = ("can't allocate memory", "out of memory", "Could not run '")
+
+
+def of_machine(error: Exception) -> bool:
+    """Whether contents are not to blame: a package, a file, memory or a device is missing."""
+    said = isinstance(error, RuntimeError) and any(words in str(error) for words in _WORDS)
+    return said or isinstance(error, _OF_MACHINE)
+
 
 @contextmanager
 def blaming(path: str | os.PathLike[str], step: str) -> Iterator[None]:
     """Whatever other code raises on strange contents becomes ValueError: path, step, its message.
 
-    ImportError, MemoryError and OSError pass, and so does an error that names the path already.
+    An error of_machine passes, and so does one that names the path already.
     """
     try:
         yield
-    except (ImportError, MemoryError, OSError):
-        raise
     except Exception as error:
         said = " ".join(str(error).split())
-        if isinstance(error, ValueError) and said.startswith((str(path), f"cannot read {path}")):
+        names_it = said.startswith((str(path), f"cannot read {path}"))
+        if of_machine(error) or (isinstance(error, ValueError) and names_it):
             raise
         if isinstance(error, (LookupError, AssertionError, RecursionError)) or not said:
             said = f"{type(error).__name__}: {said}"  # which say little of themselves

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import os
+import re
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +13,8 @@ from .blame import blaming
 from .owned import CONFIG, packed_weights
 
 QUANT_METHOD = "metalmm"  # what config.json calls the packing, among transformers' methods
+_COPIED = "copied"  # in its quantization_config
+_BELOW = re.compile(r"\w[\w.-]*(/\w[\w.-]*)?")  # nothing hidden, nothing outside the folder
 
 
 def is_packed(folder: str | os.PathLike[str]) -> bool:
@@ -61,6 +65,24 @@ def check_dense(path: Path) -> None:
 def _quant_method(values: dict[str, Any]) -> Any:
     quant = values.get("quantization_config")
     return quant.get("quant_method") if isinstance(quant, dict) else None
+
+
+def copied_files(path: Path) -> set[str]:
+    """The files in the folder of a packed model that were copied there with it: its own record."""
+    if not is_packed(path):
+        return set()
+    names = read_config(path)["quantization_config"].get(_COPIED)
+    told = [n for n in (names if isinstance(names, list) else []) if isinstance(n, str)]
+    return {n for n in told if _BELOW.fullmatch(n) and (path / n).is_file()}
+
+
+def record_copied(path: Path, names: Iterable[str]) -> None:
+    """Let config.json of a packed model name the files that are copied with it, if any are."""
+    if found := sorted(names):
+        values = read_config(path)
+        values["quantization_config"][_COPIED] = found
+        text = json.dumps(values, indent=2, sort_keys=True) + "\n"
+        (path / CONFIG).write_text(text, encoding="utf-8")
 
 
 def read_tokenizer(path: Path) -> Any:

@@ -1,0 +1,72 @@
+"""Files that were copied with a packed model: they go with it, and with it alone."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hf_models import random_model
+
+from torch_metalmm import load_packed, quantize_, save_packed
+from torch_metalmm.files.folder import copied_files
+from torch_metalmm.hf.packed import save_beside
+
+NAMES = {"modules.json", "1_Pooling/config.json", "mtp.safetensors"}
+
+
+def packed() -> Any:
+    return quantize_(random_model("llama"), "q8_0", progress=False)
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    """A packed model with copied files, and a file of the user."""
+    (tmp_path / "a").write_text("of the first")
+    save_beside(packed(), None, tmp_path / "b", dict.fromkeys(NAMES, tmp_path / "a"))
+    (tmp_path / "b" / "README.md").touch()
+    return tmp_path / "b"
+
+
+def with_save_packed(model: Any, folder: Path) -> None:
+    save_packed(model, None, folder)
+
+
+def with_save_pretrained(model: Any, folder: Path) -> None:
+    model.save_pretrained(folder)
+
+
+@pytest.mark.parametrize("save", [with_save_packed, with_save_pretrained])
+def test_another_model_takes_none(folder: Path, save: Any) -> None:
+    assert copied_files(folder) == NAMES
+    for _ in range(2):  # what was loaded from the folder keeps them
+        save(load_packed(folder)[0], folder)
+        assert copied_files(folder) == NAMES
+    save(packed(), folder)
+    assert not any((folder / name).exists() for name in (*NAMES, "1_Pooling"))
+    assert (folder / "README.md").exists() and not copied_files(folder)
+    (folder / "mtp.safetensors").touch()  # the user's
+    save(packed(), folder)
+    assert (folder / "mtp.safetensors").exists()
+
+
+def test_a_record_names_nothing_else(folder: Path) -> None:
+    (folder / ".git").mkdir()
+    for name in ("../a", ".git/config", "README.md"):
+        (folder / name).touch()
+    values = json.loads((folder / "config.json").read_text())
+    given = [
+        "../a",
+        ".git/config",
+        str(folder / "README.md"),
+        "none",
+        "1_Pooling",
+        "mtp.safetensors",
+    ]
+    values["quantization_config"]["copied"] = given
+    (folder / "config.json").write_text(json.dumps(values))
+    assert copied_files(folder) == {"mtp.safetensors"}
+    save_packed(packed(), None, folder)
+    left = {"modules.json", "../a", ".git/config", "README.md"}
+    assert all((folder / name).exists() for name in left)
