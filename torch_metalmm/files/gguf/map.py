@@ -7,7 +7,7 @@ undo what llama.cpp's converter did, or those of processors.py.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import numpy as np
@@ -37,15 +37,36 @@ def gguf_names(model: Any, layers: Iterable[str]) -> dict[str, str]:
 
     given = model.config.get_text_config().model_type
     kind = given.removesuffix("_text")
-    spellings = [name for name, row in all_rows() if row.model_type == given]
+    rows = [(name, row) for name, row in all_rows() if row.model_type == given]
+    spellings = [name for name, _ in rows]
     spellings += [kind, kind.replace("_", "-"), kind.replace("_", ""), STORED_AS.get(kind, kind)]
     arches = {name: arch for arch, name in MODEL_ARCH_NAMES.items()}
     found = next((name for name in spellings if name in arches), None)
     if found is None:
         raise ValueError(f"gguf has no architecture for models of the type {kind!r}")
     known = get_tensor_name_map(arches[found], model.config.get_text_config().num_hidden_layers)
-    named = {layer: known.get_name(layer) for layer in layers}
-    return {layer: f"{name}.weight" for layer, name in named.items() if name is not None}
+    own = _names_of(model, [row for _, row in rows])
+    named = {}
+    for layer in layers:
+        end = next((end for end in own if f"{layer}.weight".endswith(f".{end}")), None)
+        # gguf has names of models with a head alone for some layers.
+        name = known.get_name(layer) or known.get_name(f"model.{layer}")
+        if end is not None:
+            named[layer] = f"blk.{layer_of(layer)}.{own[end]}"
+        elif name is not None:
+            named[layer] = f"{name}.weight"
+    return named
+
+
+def _names_of(model: Any, rows: Iterable[Architecture]) -> Mapping[str, str]:
+    """The names of that row of which the model has most, as Architecture has them."""
+    weights = [*model.state_dict()]
+
+    def fits(row: Architecture) -> tuple[int, int]:
+        count = sum(any(w.endswith(f".{end}") for w in weights) for end in row.names)
+        return count - len(row.names), count
+
+    return max(rows, key=fits, default=Architecture("")).names
 
 
 def layer_of(name: str) -> int | None:

@@ -192,8 +192,7 @@ _HYBRID = Architecture(
         "mamba_d_head": derive.ssm_head,
         "mamba_expand": derive.ssm_expand,
     },
-    names={"block_sparse_moe.router.weight": "ffn_gate_inp.weight"}
-    | {
+    names={
         "mamba.dt_bias": "ssm_dt.bias",
         "mamba.A_log": "ssm_a",
         "mamba.D": "ssm_d",
