@@ -92,6 +92,9 @@ def test_responses_of_a_schema(client: Any) -> None:
         ("input", []),
         ("text", {"format": [1]}),
         ("text", {"verbosity": "low"}),
+        ("text", {"format": {"type": "json_schema"}}),
+        ("reasoning", {"effort": "deep"}),
+        ("max_output_tokens", 0),
         ("reasoning", {"effort": {}}),
         ("tools", [1]),
         ("tools", {"a": 1}),
@@ -102,9 +105,8 @@ def test_responses_of_a_schema(client: Any) -> None:
     ),
 )
 def test_what_responses_refuse(smol: Served, field: str, value: Any) -> None:
-    """By the field's name, or that of what became of it."""
     status, _, told = smol.ask("/v1/responses", {"input": "Hi"} | {field: value})
-    assert status == 400 and told["error"]["param"] in (field, "messages", "reasoning_effort")
+    assert status == 400 and told["error"]["param"] == field
 
 
 # ---- anthropic
@@ -185,6 +187,8 @@ def test_calls_of_messages(anthropic: Any) -> None:
         {"tool_choice": {"type": "tool", "name": "f"}},
         {"output_config": {"task_budget": 1}},
         {"output_config": {"effort": []}},
+        {"output_config": {"effort": "deep"}},
+        {"output_config": {"format": {"type": "no"}}},
         {"mcp_servers": [{}]},
         {"max_tokens": 0},
         {"stop_sequences": [["a"]]},
@@ -197,7 +201,8 @@ def test_what_messages_refuse(smol: Served, fields: dict[str, Any]) -> None:
         status, _, told = smol.ask(f"/v1/messages{path}", body)
         error = told["error"]
         assert (status, told["type"]) == (400, "error"), told
-        assert error["type"] == "invalid_request_error" and error["message"]
+        assert error["type"] == "invalid_request_error"
+        assert error["message"].startswith(f"{min(fields)}: ")
 
 
 def test_errors_of_messages(anthropic: Any, smol: Served) -> None:
@@ -270,6 +275,32 @@ def test_ollama_generates(ollama: Any, smol: Served) -> None:
     assert ollama.generate(prompt="One, two,", raw=True, **given).response == text
 
 
+def test_fields_of_ollama_that_change_nothing(ollama: Any, smol: Served) -> None:
+    """Hints, and values that say what is so without them."""
+    hints = {"num_ctx": 64, "num_gpu": 1, "use_mmap": False, "mirostat_tau": 5.0, "num_thread": 2}
+    same = {"mirostat": 0, "repeat_last_n": -1, "typical_p": 1.0, "tfs_z": 1, "top_k": 0}
+    options = {"temperature": 0, "penalize_newline": True, "seed": -1} | hints | same
+    assert ollama_chat(ollama, options=options, keep_alive="5m").message.content == ANSWER
+    body = {"messages": [ASKED], "options": {"temperature": 0}, "stream": False}
+    for fields in ({"truncate": True, "shift": False}, {"logprobs": False, "top_logprobs": 0}):
+        status, _, told = smol.ask("/api/chat", body | fields)
+        assert status == 200 and told["message"]["content"] == ANSWER
+
+
+def test_log_probabilities_of_ollama(ollama: Any, smol: Served) -> None:
+    """In the words of OpenAI's, beside the text of each piece."""
+    scored = {"messages": [ASKED], "logprobs": True, "top_logprobs": 2}
+    body = scored | {"options": {"temperature": 0}, "stream": False}
+    status, _, told = smol.ask("/api/chat", body)
+    assert status == 200 and told["message"]["content"] == ANSWER
+    theirs = smol.ask("/v1/chat/completions", scored | {"temperature": 0})[2]["choices"][0]
+    assert told["logprobs"] == theirs["logprobs"]["content"] and told["logprobs"]
+    assert {len(one["top_logprobs"]) for one in told["logprobs"]} == {2}
+    given = {"model": "smol", "options": {"temperature": 0}, "logprobs": True}
+    parts = ollama.generate(prompt=QUESTION, stream=True, **given)
+    assert "".join(one.token for part in parts for one in part.logprobs or ()) == ANSWER
+
+
 def test_ollama_loads(ollama: Any) -> None:
     """A request without a text is one for the model in memory."""
     for told in (ollama.generate(model="smol"), ollama.chat(model="smol", messages=[])):
@@ -292,7 +323,9 @@ def test_ollama_shows(ollama: Any) -> None:
         ({"raw": True, "system": "a"}, "system: not with raw or suffix"),
         ({"suffix": "b"}, "suffix: the model fills no gaps"),
         ({"suffix": "b", "think": True}, "think: not with raw or suffix"),
-        ({"raw": True, "options": {"num_predict": 0}}, "num_predict"),
+        ({"raw": True, "options": {"num_predict": 0}}, "options: num_predict: 0; must be"),
+        ({"raw": True, "logprobs": True}, "logprobs: not with raw or suffix"),
+        ({"prompt": "a " * 9000}, "prompt: "),
     ),
 )
 def test_what_generate_refuses(smol: Served, fields: dict[str, Any], named: str) -> None:
@@ -304,6 +337,11 @@ def test_what_generate_refuses(smol: Served, fields: dict[str, Any], named: str)
     ("fields", "named"),
     (
         ({"options": {"mirostat": 1}}, "mirostat"),
+        ({"options": {"typical_p": 0.5}}, "typical_p"),
+        ({"options": {"repeat_last_n": 64}}, "repeat_last_n"),
+        ({"options": {"temperature": 3}}, "options: temperature: 3.0; must be"),
+        ({"format": {"type": "no"}}, "format: "),
+        ({"top_logprobs": 2}, "top_logprobs: only with logprobs"),
         ({"options": {"temperature": []}}, "temperature"),
         ({"options": {"top_k": -1}}, "top_k"),
         ({"format": "xml"}, "format"),

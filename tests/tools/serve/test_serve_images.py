@@ -172,6 +172,28 @@ def test_what_is_refused(served: Served, content: Any, said: str) -> None:
     assert told["error"]["param"] == "messages"
 
 
+def test_the_client_s_field_is_named(served: Served) -> None:
+    bad = base64.b64encode(b"no image").decode()
+    seen = {"type": "image", "source": {"type": "base64", "media_type": "image/png", "data": bad}}
+    user = {"role": "user"}
+    asked = {"model": "m", "prompt": "see", "images": [bad], "stream": False}
+    for path, body, field in (
+        ("/v1/messages", {"messages": [user | {"content": [seen]}]}, "messages"),
+        ("/v1/messages/count_tokens", {"messages": [user | {"content": [seen]}]}, "messages"),
+        ("/v1/responses", {"input": [user | {"content": [seen]}]}, "input"),
+        ("/api/chat", {"messages": [user | {"content": "see", "images": [bad]}]}, "messages"),
+        ("/api/generate", asked, "images"),
+        ("/api/generate", asked | {"images": 5}, "images"),
+        ("/api/generate", asked | {"images": [], "prompt": "a" * 512}, "prompt"),
+    ):
+        status, _, told = served.ask(path, body)
+        error = told["error"]
+        said = error["message"] if isinstance(error, dict) else error
+        assert status == 400 and said.startswith(f"{field}: "), (path, said)
+        assert field == "messages" or "messages" not in said
+        assert path != "/v1/responses" or error["param"] == field
+
+
 def test_grey_of_16_bits_is_not_clipped(served: Served) -> None:
     shades = torch.linspace(0, 255, 50 * 40).view(50, 40).to(torch.uint8)
     grey = Image.fromarray(shades.numpy())

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncIterator, Callable, Coroutine, Iterator
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, TypeVar
@@ -34,6 +34,7 @@ class Answering:
     seconds: float  # of a request, the time it waits included
     has_scores: bool  # whether a token's logits are known when it comes
     metrics: Metrics
+    names: Mapping[str, str]  # of fields in errors, as Request has them
 
     async def answer(
         self,
@@ -108,7 +109,7 @@ class Answering:
                 for event in reply.feed(index, came):
                     yield event
         except ApiError as error:
-            yield reply.failed(error)
+            yield reply.failed(error.named(self.names))
             return
         for event in reply.last():
             yield event

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import base64
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Mapping
 from contextlib import closing
 from dataclasses import dataclass, field
 from datetime import datetime, timezone
@@ -25,7 +25,7 @@ from .access import Access, body_of
 from .answering import Answering, unless_gone
 from .embedding import Embedder
 from .engine import Engine, Task
-from .errors import ApiError, wrong
+from .errors import ApiError, naming, wrong
 from .feed import Feed
 from .messages import MessageReply, Messages
 from .metrics import Metrics
@@ -149,20 +149,22 @@ class Server:
         def reply(_: Prompt, choices: list[ChatReply]) -> Reply:
             return Choices(self.name, [*choices], len(choices), given.tells_usage())
 
-        return await self._chat(request, given, reply)
+        return await self._chat(request, given, reply, given.names)
 
     async def messages(self, request: Request) -> Response:
-        given = (await self._asked(request, Messages)).chat()
+        asked = await self._asked(request, Messages)
+        given = asked.chat()
 
         def reply(prompt: Prompt, choices: list[ChatReply]) -> Reply:
             return MessageReply(self.name, prompt, choices[0], given.stops())
 
-        return await self._chat(request, given, reply)
+        return await self._chat(request, given, reply, asked.names)
 
     async def count(self, request: Request) -> Response:
-        given = (await self._asked(request, Messages)).chat()
-        prompts = self._checked(given)
-        with closing(Feed(self.engine, self.limits.seconds)) as feed:
+        asked = await self._asked(request, Messages)
+        given = asked.chat()
+        with naming(asked.names), closing(Feed(self.engine, self.limits.seconds)) as feed:
+            prompts = self._checked(given)
             made = feed.within(asyncio.to_thread(prompts.of_chat, given))
             return JSONResponse({"input_tokens": len((await unless_gone(request, made)).ids)})
 
@@ -172,7 +174,7 @@ class Server:
         def reply(_: Prompt, choices: list[ChatReply]) -> Reply:
             return ResponseReply(self.name, asked, choices[0])
 
-        return await self._chat(request, asked.chat(), reply)
+        return await self._chat(request, asked.chat(), reply, asked.names)
 
     async def ollama(self, request: Request) -> Response:
         asked = await self._asked(request, OllamaChat)
@@ -182,7 +184,7 @@ class Server:
         def reply(_: Prompt, choices: list[ChatReply]) -> Reply:
             return OllamaReply(self.name, choices[0])
 
-        return await self._chat(request, asked.chat(), reply)
+        return await self._chat(request, asked.chat(), reply, asked.names)
 
     async def generate(self, request: Request) -> Response:
         asked = await self._asked(request, OllamaGenerate)
@@ -191,25 +193,30 @@ class Server:
         given = asked.made()
         reply = partial(OllamaReply, self.name, told=response_of)
         if isinstance(given, Chat):
-            return await self._chat(request, given, lambda _, choices: reply(choices[0]))
-        return await self._complete(request, given, lambda choices: reply(choices[0]))
+            return await self._chat(
+                request, given, lambda _, choices: reply(choices[0]), asked.names
+            )
+        return await self._complete(request, given, lambda choices: reply(choices[0]), asked.names)
 
     async def _chat(
         self,
         request: Request,
         given: Chat,
         reply: Callable[[Prompt, list[ChatReply]], Reply],
+        names: Mapping[str, str],
     ) -> Response:
-        prompts = self._checked(given)
+        """names: of fields in errors, as Request has them."""
 
         def reply_to(made: list[Prompt]) -> Reply:
             text, count = made[0].text, given.n or 1
             choices = [ChatReply(i, prompts.spelled, text, given.calls) for i in range(count)]
             return reply(made[0], choices)
 
-        return await self._answering(prompts).answer(
-            request, given, 1, lambda: [prompts.of_chat(given)], reply_to
-        )
+        with naming(names):
+            prompts = self._checked(given)
+            return await self._answering(prompts, names).answer(
+                request, given, 1, lambda: [prompts.of_chat(given)], reply_to
+            )
 
     async def complete(self, request: Request) -> Response:
         given = await self._asked(request, Completion)
@@ -217,15 +224,16 @@ class Server:
         def reply(choices: list[CompletionReply]) -> Reply:
             return Choices(self.name, choices, given.n or 1, given.tells_usage())
 
-        return await self._complete(request, given, reply)
+        return await self._complete(request, given, reply, given.names)
 
     async def _complete(
         self,
         request: Request,
         given: Completion,
         reply: Callable[[list[CompletionReply]], Reply],
+        names: Mapping[str, str],
     ) -> Response:
-        prompts, n = self._checked(given), given.n or 1
+        n = given.n or 1
 
         def reply_to(made: list[Prompt]) -> Reply:
             texts = [prompt.text if given.echo else "" for prompt in made for _ in range(n)]
@@ -233,9 +241,11 @@ class Server:
                 [CompletionReply(i, prompts.spelled, text) for i, text in enumerate(texts)]
             )
 
-        return await self._answering(prompts).answer(
-            request, given, len(given.prompt), lambda: prompts.of_completion(given), reply_to
-        )
+        with naming(names):
+            prompts = self._checked(given)
+            return await self._answering(prompts, names).answer(
+                request, given, len(given.prompt), lambda: prompts.of_completion(given), reply_to
+            )
 
     async def embed(self, request: Request) -> Response:
         given = parse(Embedding, await body_of(request, self.limits.body))
@@ -299,9 +309,9 @@ class Server:
         if given.model not in (None, self.name):
             warn_once(f"model: requests name others; {self.name} answers them all")
 
-    def _answering(self, prompts: Prompts) -> Answering:
+    def _answering(self, prompts: Prompts, names: Mapping[str, str]) -> Answering:
         seconds = self.limits.seconds
-        return Answering(self.engine, prompts, seconds, self.has_scores, self.metrics)
+        return Answering(self.engine, prompts, seconds, self.has_scores, self.metrics, names)
 
     async def _asked(self, request: Request, kind: type[_Asked]) -> _Asked:
         """What the body asks for. ApiError: it is malformed, or a list is longer than it may be."""

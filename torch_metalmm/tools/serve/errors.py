@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
 _KINDS = {401: "authentication_error", 429: "rate_limit_error"}
@@ -36,6 +38,24 @@ class ApiError(Exception):
                 "code": self.code,
             }
         }
+
+    def named(self, names: Mapping[str, str]) -> ApiError:
+        """The same of the field that the client sent. names: {a field: the client's name of it}."""
+        if (name := names.get(self.param or "")) is None:
+            return self
+        said = str(self).replace(f"{self.param}:", f"{name}:", 1)
+        found = ApiError(self.status, said, name, self.code)
+        found.headers = self.headers
+        return found
+
+
+@contextmanager
+def naming(names: Mapping[str, str]) -> Iterator[None]:
+    """What raises an ApiError raises it as named(names)."""
+    try:
+        yield
+    except ApiError as error:
+        raise error.named(names) from None
 
 
 def wrong(field: str, what: str, code: str | None = None) -> ApiError:

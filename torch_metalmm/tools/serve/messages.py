@@ -29,6 +29,10 @@ _REASONS = {"length": "max_tokens", "tool_calls": "tool_use", "stop": "end_turn"
 
 @dataclass(kw_only=True)
 class Messages(Request):
+    names = {
+        **{"images": "messages", "stop": "stop_sequences", "chat_template_kwargs": "thinking"},
+        **dict.fromkeys(("response_format", "reasoning_effort"), "output_config"),
+    }
     messages: Any
     max_tokens: int | None = None
     system: Any = None

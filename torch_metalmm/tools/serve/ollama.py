@@ -7,11 +7,11 @@ import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from datetime import datetime, timezone
-from typing import Any, TypeVar
+from typing import Any, ClassVar, TypeVar
 
 from .blocks import objects
 from .engine import Finish
-from .errors import ApiError, unsupported, wrong
+from .errors import ApiError, naming, unsupported, wrong
 from .replies import CompletionReply, Object
 from .schema import Chat, Completion, Request, validated, warn_once
 from .weights import Scored
@@ -27,21 +27,36 @@ _OPTIONS = {
 _HINTS = {
     *("num_ctx", "num_keep", "num_batch", "num_gpu", "main_gpu", "num_thread", "numa"),
     *("use_mmap", "use_mlock", "low_vram", "f16_kv", "vocab_only", "logits_all", "embedding_only"),
+    *("mirostat_tau", "mirostat_eta"),  # of mirostat, which is refused
 }
-# Numbers for what a chat says by leaving the field out; num_predict: to the end, or the context's.
-_DEFAULTS = {"top_k": (0,), "seed": (-1,), "num_predict": (-1, -2)}
-# By a field of a chat: what clients call it.
-_NAMES = {own: f"options: {name}" for name, own in _OPTIONS.items()}
-_NAMES |= {"reasoning_effort": "think", "response_format": "format"}
+# Values that say what is so without the option. num_predict: to the end, or the context's;
+# penalties are for all tokens.
+_DEFAULTS: dict[str, tuple[Any, ...]] = {
+    **{"top_k": (0,), "seed": (-1,), "num_predict": (-1, -2), "repeat_last_n": (-1,)},
+    **{"mirostat": (0,), "penalize_newline": (True,)},
+    **dict.fromkeys(("typical_p", "tfs_z"), (1, 1.0)),
+}
 _Made = TypeVar("_Made", Chat, Completion)
 
 
 @dataclass(kw_only=True)
 class _Asked(Request):
+    names = {
+        **{own: f"options: {name}" for name, own in _OPTIONS.items()},
+        **dict.fromkeys(("reasoning_effort", "chat_template_kwargs"), "think"),
+        **{"response_format": "format", "images": "messages"},
+    }
+    texts: ClassVar[tuple[str, ...]]  # the fields that ask for a text
     think: bool | str | None = None
     format: Any = None
     options: dict[str, Any] | None = None
     stream: bool | None = True
+    logprobs: bool | None = None
+    top_logprobs: int | None = None
+
+    def is_load(self) -> bool:
+        """Whether a client asks for no text, but for the model in memory."""
+        return all(getattr(self, name) in (None, "", []) for name in self.texts)
 
     def _chat(self, messages: list[Object], tools: Any = None) -> Chat:
         thinks = self.think if isinstance(self.think, bool) else None
@@ -50,6 +65,8 @@ class _Asked(Request):
             "tools": tools,
             "reasoning_effort": self.think if isinstance(self.think, str) else None,
             "chat_template_kwargs": None if thinks is None else {"enable_thinking": thinks},
+            "logprobs": self.logprobs,
+            "top_logprobs": self.top_logprobs,
         }
         return self._made(Chat, own)
 
@@ -57,14 +74,8 @@ class _Asked(Request):
         """ApiError 400: it says what that cannot."""
         given = {"model": self.model, "stream": self.stream, "response_format": self._format()}
         given = {name: value for name, value in (given | own).items() if value is not None}
-        try:
-            made = validated(kind, given | self._sampling())
-            made.check()
-        except ApiError as error:
-            name = _NAMES.get(error.param or "", error.param)
-            message = str(error).replace(f"{error.param}:", f"{name}:", 1)
-            raise ApiError(error.status, message, name) from None
-        return made
+        with naming(self.names):
+            return validated(kind, given | self._sampling())
 
     def _format(self) -> Object | None:
         if not self.format:
@@ -80,21 +91,20 @@ class _Asked(Request):
         for name, value in (self.options or {}).items():
             if name in _HINTS:
                 warn_once(f"options: {name}: ignored, as it changes no answer")
-            elif name not in _OPTIONS and value is not None:
+            elif value is None or _is_default(name, value):
+                continue
+            elif name not in _OPTIONS:
                 raise unsupported("options", f"{name} is not known, or not supported")
-            elif value is not None and not _is_default(name, value):
+            else:
                 found[_OPTIONS[name]] = value
         return found
 
 
 @dataclass(kw_only=True)
 class OllamaChat(_Asked):
+    texts = ("messages",)
     messages: Any = None
     tools: Any = None
-
-    def is_load(self) -> bool:
-        """Whether a client asks for no text, but for the model in memory."""
-        return self.messages in ([], None)
 
     def chat(self) -> Chat:
         """ApiError 400: it says what no chat can."""
@@ -103,6 +113,8 @@ class OllamaChat(_Asked):
 
 @dataclass(kw_only=True)
 class OllamaGenerate(_Asked):
+    names = _Asked.names | {"messages": "prompt", "images": "images"}
+    texts = ("prompt", "suffix", "images")
     prompt: str = ""
     suffix: str | None = None
     system: str | None = None
@@ -111,10 +123,6 @@ class OllamaGenerate(_Asked):
     template: str | None = None
     context: Any = None
 
-    def is_load(self) -> bool:
-        """Whether a client asks for no text, but for the model in memory."""
-        return not (self.prompt or self.suffix or self.images)
-
     def made(self) -> Chat | Completion:
         """A completion where no chat template makes the prompt. ApiError 400: it says what that
         cannot."""
@@ -122,14 +130,16 @@ class OllamaGenerate(_Asked):
         for name in ("template", "context"):
             if getattr(self, name):
                 raise unsupported(name, "not supported")
-        for name in ("system", "images", "think") if is_raw else ():
+        for name in ("system", "images", "think", "logprobs", "top_logprobs") if is_raw else ():
             if getattr(self, name):
                 raise unsupported(name, "not with raw or suffix")
         if is_raw:  # to the end, as there; OpenAI's default is 16 tokens
             own = {"prompt": self.prompt, "suffix": self.suffix, "max_tokens": -1}
             return self._made(Completion, own)
         said = [{"role": "system", "content": self.system}] if self.system else []
-        return self._chat([*said, {"role": "user", "content": self.prompt, "images": self.images}])
+        user = {"role": "user", "content": self.prompt, "images": self.images}
+        with naming({"messages": "images"}):
+            return self._chat([*said, user])
 
 
 @dataclass(kw_only=True)
@@ -139,7 +149,7 @@ class OllamaShow(Request):
 
 
 def _is_default(name: str, value: Any) -> bool:
-    return type(value) is int and value in _DEFAULTS.get(name, ())
+    return any(type(value) is type(d) and value == d for d in _DEFAULTS.get(name, ()))
 
 
 def _translated(messages: list[Object]) -> Iterator[Object]:
@@ -237,9 +247,10 @@ class OllamaReply:
     def feed(self, _: int, came: str | Scored | Finish) -> Iterator[str]:
         self._first = self._first or time.monotonic_ns()
         for chunk in self._choice.feed(came):
-            parts = _said(chunk, "delta")
-            if any(parts):
-                yield _line({**_head(self._model), **self._told(*parts), "done": False})
+            parts, scores = _said(chunk, "delta"), _scores(chunk)
+            if any(parts) or scores:
+                told = {**_head(self._model), **self._told(*parts), "done": False}
+                yield _line(told | scores)
 
     def last(self) -> Iterator[str]:
         yield _line({**_head(self._model), **self._told("", "", []), **self._end()})
@@ -248,8 +259,9 @@ class OllamaReply:
         return _line(refusal(error))
 
     def whole(self) -> Object:
-        told = self._told(*_said(self._choice.whole(), "message"))
-        return {**_head(self._model), **told, **self._end()}
+        choice = self._choice.whole()
+        told = self._told(*_said(choice, "message"))
+        return {**_head(self._model), **told, **self._end(), **_scores(choice)}
 
     def _end(self) -> Object:
         """Times in nanoseconds; that of loading is of no request."""
@@ -271,6 +283,12 @@ def _said(choice: Object, field: str) -> tuple[str, str, list[Object]]:
     """The text, the thought and the calls of a chat's choice, in this field, or of another's."""
     told = choice.get(field, {"content": choice.get("text")})
     return told.get("content") or "", told.get("reasoning_content", ""), told.get("tool_calls", [])
+
+
+def _scores(choice: Object) -> Object:
+    """The logarithms of probabilities, which a chat's choice has in the same words."""
+    scored = choice.get("logprobs")
+    return {"logprobs": scored["content"]} if scored else {}
 
 
 def _line(value: Object) -> str:

@@ -93,7 +93,7 @@ def _opened(url: str, room: int) -> Image:
     head = head.lower()
     if not (head.startswith("data:") and head.endswith(";base64")):
         what = "images come as data: URLs in base64; the server fetches none"
-        raise unsupported("messages", what)
+        raise unsupported("images", what)
     try:
         raw = base64.b64decode("".join(data.split()), validate=True)  # some write it in lines
         with Image.open(io.BytesIO(raw), formats=_FORMATS) as image:
@@ -107,7 +107,9 @@ def _opened(url: str, room: int) -> Image:
                 grey = np.asarray(upright).clip(0, 65535) >> 8
                 upright = Image.fromarray(grey.astype(np.uint8))
             return upright.convert("RGB")
+    except MemoryError:  # the server's
+        raise
     except Exception as error:  # Pillow raises what a file makes it raise
         said = str(error).partition("<")[0].strip() or type(error).__name__
         formats = ", ".join(_FORMATS)
-        raise wrong("messages", f"an image cannot be read as {formats}: {said}") from None
+        raise wrong("images", f"an image cannot be read as {formats}: {said}") from None

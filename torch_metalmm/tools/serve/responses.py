@@ -19,6 +19,10 @@ _TEXTS = ("input_text", "output_text", "text")
 
 @dataclass(kw_only=True)
 class Responses(Request):
+    names = {
+        **{"messages": "input", "images": "input", "max_tokens": "max_output_tokens"},
+        **{"response_format": "text", "reasoning_effort": "reasoning"},
+    }
     input: Any
     instructions: str | None = None
     max_output_tokens: int | None = None

@@ -6,6 +6,7 @@ import inspect
 import json
 import logging
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from functools import cache, cached_property
 from typing import Any, ClassVar, Literal, TypeVar, cast
@@ -20,7 +21,7 @@ _LOG = logging.getLogger(__name__)
 # would shorten a prompt that is too long. A field that is neither here nor in a class is refused.
 _HINTS = """user metadata store service_tier safety_identifier prompt_cache_key speed keep_alive
     prompt_cache_retention cache_prompt cache_control id_slot prediction client_metadata include
-    context_management inference_geo diagnostics user_profile_id workspace_id"""
+    context_management inference_geo diagnostics user_profile_id workspace_id truncate shift"""
 IGNORED = frozenset(_HINTS.split())
 _MOST_STOPS = 16
 _NO_LIMIT = 1 << 30  # tokens; clients write -1, as llama.cpp's
@@ -40,6 +41,8 @@ class StreamOptions:
 class Request:
     """What all have."""
 
+    # A field of the Chat or Completion that it becomes, or "images": what clients call it.
+    names: ClassVar[Mapping[str, str]] = {"images": "messages"}
     model: str | None = None  # the server has one, which answers whatever the name
 
 

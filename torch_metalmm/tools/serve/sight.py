@@ -8,6 +8,7 @@ import threading
 from pathlib import Path
 from typing import Any
 
+from ...files.blame import of_machine
 from ..sequence import keeps_cache
 from .errors import ApiError, unsupported, wrong
 from .pictures import MOST, opened
@@ -34,9 +35,9 @@ class Sight:
     def check(self, urls: list[str]) -> None:
         """ApiError 400: the model sees none, or not so many."""
         if urls and self._processor is None:
-            raise unsupported("messages", f"images: {self._why}")
+            raise unsupported("images", f"none can be sent: {self._why}")
         if len(urls) > MOST:
-            raise wrong("messages", f"{len(urls)} images; at most {MOST}")
+            raise wrong("images", f"{len(urls)} images; at most {MOST}")
 
     def read(self, text: str, urls: list[str]) -> dict[str, Any]:
         """What the model's generate() takes of the text, in which each image has a place:
@@ -60,9 +61,11 @@ class Sight:
                 text=[text], images=images, return_tensors="pt", add_special_tokens=False
             )
         except Exception as error:  # each processor has rules of its own
+            if of_machine(error):
+                raise
             said = " ".join(str(error).split()) or type(error).__name__
             what = f"the model's processor takes no such text and images: {said}"
-            raise wrong("messages", what) from None
+            raise wrong("images", what) from None
         return dict(made)
 
 
