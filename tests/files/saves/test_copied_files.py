@@ -7,7 +7,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from hf_models import random_model
+from safetensors.torch import save_file
 
 from torch_metalmm import load_packed, quantize_, save_packed
 from torch_metalmm.files.folder import copied_files
@@ -23,7 +25,7 @@ def packed() -> Any:
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
     """A packed model with copied files, and a file of the user."""
-    (tmp_path / "a").write_text("of the first")
+    save_file({"of the first": torch.zeros(1)}, tmp_path / "a")
     save_beside(packed(), None, tmp_path / "b", dict.fromkeys(NAMES, tmp_path / "a"))
     (tmp_path / "b" / "README.md").touch()
     return tmp_path / "b"
@@ -46,9 +48,9 @@ def test_another_model_takes_none(folder: Path, save: Any) -> None:
     save(packed(), folder)
     assert not any((folder / name).exists() for name in (*NAMES, "1_Pooling"))
     assert (folder / "README.md").exists() and not copied_files(folder)
-    (folder / "mtp.safetensors").touch()  # the user's
+    (folder / "modules.json").touch()  # the user's
     save(packed(), folder)
-    assert (folder / "mtp.safetensors").exists()
+    assert (folder / "modules.json").exists()
 
 
 def test_a_record_names_nothing_else(folder: Path) -> None:

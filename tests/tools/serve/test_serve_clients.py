@@ -188,7 +188,6 @@ def test_calls_of_messages(anthropic: Any) -> None:
         {"output_config": {"task_budget": 1}},
         {"output_config": {"effort": []}},
         {"output_config": {"effort": "deep"}},
-        {"output_config": {"format": {"type": "no"}}},
         {"mcp_servers": [{}]},
         {"max_tokens": 0},
         {"stop_sequences": [["a"]]},
@@ -207,6 +206,9 @@ def test_what_messages_refuse(smol: Served, fields: dict[str, Any]) -> None:
 
 def test_errors_of_messages(anthropic: Any, smol: Served) -> None:
     module = pytest.importorskip("anthropic")
+    body = {"messages": [ASKED], "max_tokens": 1, "output_config": {"format": {"type": "no"}}}
+    said = smol.ask("/v1/messages", body)[2]["error"]["message"]
+    assert said.startswith("output_config: type must be")
     with pytest.raises(module.BadRequestError, match="max_tokens"):
         message(anthropic, max_tokens=0)
     wrong = module.Anthropic(base_url=smol.url, api_key="wrong", max_retries=0)

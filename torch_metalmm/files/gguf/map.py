@@ -145,6 +145,13 @@ class ProcessorMap(TensorMap):
             made = np.ascontiguousarray(made)
         return {} if target is None else {target: torch.from_numpy(made)}
 
+    def restored(self, name: str, value: Tensor) -> Tensor | None:
+        """What the file has for a vector of the model; None: its processor knows no more of it
+        than convert() shows."""
+        restored = getattr(self._processor, "restored", None)
+        found = None if restored is None else restored(value.numpy(), name)
+        return None if found is None else torch.from_numpy(found)
+
     def _forget(self) -> None:
         super()._forget()
         self._given.clear()

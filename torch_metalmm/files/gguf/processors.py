@@ -93,6 +93,20 @@ class HybridProcessor(TensorProcessor):
             return GGUFTensor(np.expand_dims(weights, 1), name, {})
         return super().process(weights, name, **kwargs)  # type: ignore[no-untyped-call]
 
+    def restored(self, value: np.ndarray, name: str) -> np.ndarray | None:
+        """What process() makes this vector of, of the numbers near it; None: of itself."""
+        if name.endswith(".ssm_d"):
+            return value.reshape(-1, 1)
+        if ".ssm_norm." in name:
+            return value.reshape(self.config["mamba_n_groups"], -1)
+        if not name.endswith(".ssm_a"):
+            return None
+        found = np.exp(value)
+        for end in (0, np.inf):  # where rounding of both is not that of neither
+            other = np.nextafter(found, np.float32(end))
+            found = np.where((np.log(found) != value) & (np.log(other) == value), other, found)
+        return -found.reshape(-1, 1)
+
 
 class GraniteHybridProcessor(HybridProcessor):
     """The same with interleaved rows of q and k."""

@@ -290,7 +290,6 @@ ARCHITECTURES = {
         _RMS | _SSM | {"ssm.inner_size": "mamba_d_ssm"},
         _SSM_BIASES | {"mamba_rms_norm": "ssm_norm.weight"},
         processor="HybridProcessor",
-        writes=False,
         # The converter multiplies the weights by each.
         has={f"{name}_multiplier": 1.0 for name in derive.FALCON_H1}
         | {"mlp_multipliers": [1.0] * 2, "ssm_multipliers": [1.0] * 5}

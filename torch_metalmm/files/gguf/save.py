@@ -98,8 +98,10 @@ def _tensors(model: Any, architecture: str, row: Architecture) -> dict[str, tupl
     mapping = ProcessorMap(architecture, outline, model.config.to_dict(), row)
     state = model.state_dict(keep_vars=True)
     names: dict[str, str] = {}
+    own = row.names.values()
     for name, target in mapping.names().items():
-        names.setdefault(target, _full(name))  # of two layouts gguf's own name is that of one
+        whole = name if name.split(".", 2)[-1] in own else _full(name)
+        names.setdefault(target, whole)  # of two layouts gguf's own name is that of one
     head, embedding = model.get_output_embeddings(), model.get_input_embeddings()
     tensors: dict[str, tuple[Tensor, str]] = {}
     experts = homes(model, apart=dict(model.named_modules()))
@@ -122,7 +124,7 @@ def _tensors(model: Any, architecture: str, row: Architecture) -> dict[str, tupl
 
 
 def _stored(
-    mapping: TensorMap, name: str, target: str, module: Any, value: Tensor
+    mapping: ProcessorMap, name: str, target: str, module: Any, value: Tensor
 ) -> tuple[Tensor, str]:
     """What the file has for a parameter of the module, and its format."""
     matrix = isinstance(module, nn.Linear | nn.Embedding) and target.endswith(".weight")
@@ -170,10 +172,12 @@ def _matrix(
     return rows if layout.rows is None else _placed(rows, layout.rows)
 
 
-def _others(mapping: TensorMap, name: str, target: str, value: Tensor) -> Tensor:
+def _others(mapping: ProcessorMap, name: str, target: str, value: Tensor) -> Tensor:
     """What of the file becomes this vector, found by what becomes of 0, 1, 2, and so on."""
     if value.dim() == 2:  # one norm for each head
         return value
+    if (restored := mapping.restored(name, value)) is not None:
+        return restored
     numbers = np.arange(len(value), dtype=np.float32)
     made = mapping.convert(name, numbers)
     found = next(iter(made.values())).numpy() if len(made) == 1 else None

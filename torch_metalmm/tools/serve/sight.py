@@ -35,7 +35,7 @@ class Sight:
     def check(self, urls: list[str]) -> None:
         """ApiError 400: the model sees none, or not so many."""
         if urls and self._processor is None:
-            raise unsupported("images", f"none can be sent: {self._why}")
+            raise unsupported("images", f"no images: {self._why}")
         if len(urls) > MOST:
             raise wrong("images", f"{len(urls)} images; at most {MOST}")
 
