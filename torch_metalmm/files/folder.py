@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,7 @@ from .blame import blaming
 from .owned import CONFIG, packed_weights
 
 QUANT_METHOD = "metalmm"  # what config.json calls the packing, among transformers' methods
-_COPIED = "copied"  # in its quantization_config
+_BESIDE = "beside"  # in its quantization_config
 _BELOW = re.compile(r"\w[\w.-]*(/\w[\w.-]*)?")  # nothing hidden, nothing outside the folder
 
 
@@ -67,22 +68,34 @@ def _quant_method(values: dict[str, Any]) -> Any:
     return quant.get("quant_method") if isinstance(quant, dict) else None
 
 
-def copied_files(path: Path) -> set[str]:
-    """The files in the folder of a packed model that were copied there with it: its own record."""
+def recorded_beside(path: Path) -> dict[str, str]:
+    """{name: SHA-256} of the files in the folder of a packed model that were saved with it.
+
+    By its own record; what others have changed since is not among them.
+    """
     if not is_packed(path):
-        return set()
-    names = read_config(path)["quantization_config"].get(_COPIED)
-    told = [n for n in (names if isinstance(names, list) else []) if isinstance(n, str)]
-    return {n for n in told if _BELOW.fullmatch(n) and (path / n).is_file()}
+        return {}
+    told = read_config(path)["quantization_config"].get(_BESIDE)
+    named = {str(n): digest for n, digest in told.items()} if isinstance(told, dict) else {}
+    found = {n: digest for n, digest in named.items() if _BELOW.fullmatch(n)}
+    return {n: d for n, d in found.items() if (path / n).is_file() and _digest(path / n) == d}
 
 
-def record_copied(path: Path, names: Iterable[str]) -> None:
-    """Let config.json of a packed model name the files that are copied with it, if any are."""
-    if found := sorted(names):
+def record_beside(path: Path, files: Mapping[str, str], names: Iterable[str]) -> None:
+    """Let config.json of a packed model name files of an earlier record and these in its folder."""
+    if found := {**files, **{name: _digest(path / name) for name in names}}:
         values = read_config(path)
-        values["quantization_config"][_COPIED] = found
+        values["quantization_config"][_BESIDE] = found
         text = json.dumps(values, indent=2, sort_keys=True) + "\n"
         (path / CONFIG).write_text(text, encoding="utf-8")
+
+
+def _digest(file: Path) -> str:
+    found = hashlib.sha256()
+    with open(file, "rb") as opened:
+        while part := opened.read(1 << 20):
+            found.update(part)
+    return found.hexdigest()
 
 
 def read_tokenizer(path: Path) -> Any:

@@ -15,7 +15,7 @@ from typing import Any
 
 from transformers.modeling_utils import PreTrainedModel
 
-from ..files.folder import copied_files, record_copied, replaceable_weights
+from ..files.folder import recorded_beside, record_beside, replaceable_weights
 from ..files.owned import obsolete_weights, prepare_folder
 from ..files.staging import is_staging, staged
 from ..models.experts import homes
@@ -45,14 +45,14 @@ def check_save(model: Any, folder: str | os.PathLike[str]) -> tuple[Path, set[st
     return target, replaceable_weights(target) or set()
 
 
-def copied(model: Any, target: Path) -> tuple[set[str], set[str]]:
-    """(files copied there with an earlier model that stay, those that go with that model).
+def kept_beside(model: Any, target: Path) -> tuple[dict[str, str], set[str]]:
+    """(recorded_beside() that stay, the names of those that go with the model that they came with).
 
     They stay where the model was loaded from the folder: they are its own.
     """
-    files, source = copied_files(target), str(model.name_or_path)
+    files, source = recorded_beside(target), str(model.name_or_path)
     is_own = os.path.isdir(source) and target.samefile(source)
-    return (files, set()) if is_own else (set(), files)
+    return (files, set()) if is_own else ({}, {*files})
 
 
 def _check_layers(model: Any) -> None:
@@ -119,11 +119,11 @@ def _save_pretrained(
     attach(self)
     if given.get("push_to_hub"):  # it names the repository after the folder
         options.setdefault("repo_id", target.resolve().name)
-    stay, go = copied(self, target)
+    stay, go = kept_beside(self, target)
     old = obsolete_weights(weights, given.get("variant")) | go
     with staged(target, lambda _: old) as staging:
         _save(self, staging, *args, **options)
-        record_copied(staging, stay)
+        record_beside(staging, stay, ())
 
 
 PreTrainedModel.save_pretrained = _save_pretrained  # type: ignore[method-assign]

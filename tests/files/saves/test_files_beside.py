@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from gguf_files import random_model as random_gguf
 from hf_models import random_model
 from safetensors.torch import save_file
 
-from torch_metalmm import load_packed, quantize_, save_packed
-from torch_metalmm.files.folder import copied_files
+from torch_metalmm import load_gguf, load_packed, quantize_, save_packed
+from torch_metalmm.files.folder import recorded_beside
 from torch_metalmm.hf.packed import save_beside
 
 NAMES = {"modules.json", "1_Pooling/config.json", "mtp.safetensors"}
@@ -41,13 +43,13 @@ def with_save_pretrained(model: Any, folder: Path) -> None:
 
 @pytest.mark.parametrize("save", [with_save_packed, with_save_pretrained])
 def test_another_model_takes_none(folder: Path, save: Any) -> None:
-    assert copied_files(folder) == NAMES
+    assert recorded_beside(folder).keys() == NAMES
     for _ in range(2):  # what was loaded from the folder keeps them
         save(load_packed(folder)[0], folder)
-        assert copied_files(folder) == NAMES
+        assert recorded_beside(folder).keys() == NAMES
     save(packed(), folder)
     assert not any((folder / name).exists() for name in (*NAMES, "1_Pooling"))
-    assert (folder / "README.md").exists() and not copied_files(folder)
+    assert (folder / "README.md").exists() and not recorded_beside(folder)
     (folder / "modules.json").touch()  # the user's
     save(packed(), folder)
     assert (folder / "modules.json").exists()
@@ -55,8 +57,10 @@ def test_another_model_takes_none(folder: Path, save: Any) -> None:
 
 def test_a_record_names_nothing_else(folder: Path) -> None:
     (folder / ".git").mkdir()
-    for name in ("../a", ".git/config", "README.md"):
-        (folder / name).touch()
+    for name in (".git/config", "README.md"):
+        shutil.copy(folder / "../a", folder / name)
+    (folder / "1_Pooling" / "config.json").write_text("the user's")
+    digest = recorded_beside(folder)["mtp.safetensors"]
     values = json.loads((folder / "config.json").read_text())
     given = [
         "../a",
@@ -66,9 +70,22 @@ def test_a_record_names_nothing_else(folder: Path) -> None:
         "1_Pooling",
         "mtp.safetensors",
     ]
-    values["quantization_config"]["copied"] = given
+    values["quantization_config"]["beside"] = dict.fromkeys(given, digest)
     (folder / "config.json").write_text(json.dumps(values))
-    assert copied_files(folder) == {"mtp.safetensors"}
+    assert recorded_beside(folder).keys() == {"mtp.safetensors"}
     save_packed(packed(), None, folder)
-    left = {"modules.json", "../a", ".git/config", "README.md"}
+    left = {"modules.json", "../a", ".git/config", "README.md", "1_Pooling/config.json"}
     assert all((folder / name).exists() for name in left)
+
+
+def test_a_tokenizer_goes_with_its_model(tmp_path: Path) -> None:
+    model, tokenizer = load_gguf(random_gguf(tmp_path / "m.gguf", "llama"))
+    folder = tmp_path / "a"
+    save_packed(model, tokenizer, folder)
+    save_packed(load_packed(folder)[0], None, folder)
+    assert load_packed(folder)[1] is not None
+    save_packed(packed(), None, folder)
+    assert load_packed(folder)[1] is None
+    tokenizer.save_pretrained(folder)  # the user's
+    save_packed(packed(), None, folder)
+    assert load_packed(folder)[1] is not None
