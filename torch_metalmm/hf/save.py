@@ -15,7 +15,7 @@ from typing import Any
 
 from transformers.modeling_utils import PreTrainedModel
 
-from ..files.folder import recorded_beside, record_beside, replaceable_weights
+from ..files.folder import record_beside, recorded_beside, replaceable_weights
 from ..files.owned import obsolete_weights, prepare_folder
 from ..files.staging import is_staging, staged
 from ..models.experts import homes
