@@ -94,7 +94,10 @@ def test_copies_and_what_was_moved_are_joined_again(kind: str) -> None:
     torch.save(fused, saved)
     saved.seek(0)
     loaded = torch.load(saved, weights_only=False)
-    for other in (copy.deepcopy(fused), pickle.loads(pickle.dumps(fused)), loaded):
+    with torch.inference_mode():
+        inferring = copy.deepcopy(fused)
+        assert torch.equal(logits(inferring, 1), logits(fused, 1))
+    for other in (copy.deepcopy(fused), pickle.loads(pickle.dumps(fused)), loaded, inferring):
         for length in (16, 1, 17):
             assert torch.equal(logits(other, length), logits(fused, length))
         for a, b in zip(mixtures(other), mixtures(fused), strict=True):
