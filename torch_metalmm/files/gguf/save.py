@@ -36,7 +36,7 @@ _NO_TOKENS = "tokenizer.ggml.model"
 _UNSAID = (
     *("use_cache", "initializer_range", "pretraining_tp", "tie_word_embeddings"),
     *("bos_token_id", "eos_token_id", "pad_token_id", "use_bidirectional_attention"),
-    *("max_window_layers", "resid_pdrop", "embd_pdrop"),
+    *("max_window_layers", "resid_pdrop", "embd_pdrop", "mamba_chunk_size"),
     # One number: the layers that predict tokens beyond the next, which no model here has.
     *("num_nextn_predict_layers", "num_mtp_layers"),
 )
