@@ -219,6 +219,11 @@ def test_the_gate_of_a_shared_expert_that_is_apart() -> None:
     assert lies_behind(mlp.gate.weight, mlp.shared_expert_gate.weight)
     for length in (1, 3):
         assert_near(logits(fused, length), logits(model, length))
+    for other in (copy.deepcopy(fused), fused.to(torch.float16)):
+        mlp = other.model.layers[0].mlp
+        assert not lies_behind(mlp.gate.weight, mlp.shared_expert_gate.weight)
+        logits(other, 1)
+        assert lies_behind(mlp.gate.weight, mlp.shared_expert_gate.weight)
 
 
 def test_a_shared_gate_unlike_the_router() -> None:
