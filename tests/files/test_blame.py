@@ -17,7 +17,6 @@ ERRORS = [
     torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB"),
     torch.AcceleratorError("CUDA error: device-side assert triggered"),
     RuntimeError("MPS backend out of memory (MPS allocated: 1 GB)"),
-    RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried to allocate 1 bytes"),
     NotImplementedError("Could not run 'aten::empty.memory_format' with arguments from the 'MPS'"),
     MemoryError(),
     ImportError("no torchvision"),

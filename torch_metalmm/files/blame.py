@@ -9,8 +9,9 @@ from contextlib import contextmanager
 import torch
 
 _OF_MACHINE = (ImportError, MemoryError, OSError, torch.OutOfMemoryError, torch.AcceleratorError)
-# RuntimeErrors of torch: memory of the CPU or of MPS is full, a device has no such op.
-_WORDS = ("can't allocate memory", "out of memory", "Could not run '")
+# RuntimeErrors of torch: memory of MPS is full, a device has no such op. That of the CPU's
+# allocator is not among them: it has memory for all but a size that contents name.
+_WORDS = ("out of memory", "Could not run '")
 
 
 def of_machine(error: Exception) -> bool:

@@ -9,7 +9,7 @@ import pytest
 
 from torch_metalmm.tools.serve.calling import Calls
 from torch_metalmm.tools.serve.engine import Finish
-from torch_metalmm.tools.serve.errors import ApiError
+from torch_metalmm.tools.serve.errors import ApiError, naming
 from torch_metalmm.tools.serve.messages import MessageReply
 from torch_metalmm.tools.serve.ollama import OllamaChat, OllamaReply
 from torch_metalmm.tools.serve.prompts import Prompt
@@ -246,5 +246,5 @@ def test_options_of_ollama() -> None:
     assert (made.max_tokens, made.repetition_penalty, made.stop, made.seed) == (7, 1.1, ["x"], 5)
     assert made.reasoning_effort == "low"
     for options, named in (({"num_predict": 0}, "num_predict"), ({"top_k": False}, "top_k")):
-        with pytest.raises(ApiError, match=f"options: {named}"):
-            OllamaChat(messages=said, options=options).chat()
+        with pytest.raises(ApiError, match=f"options: {named}"), naming(OllamaChat.names):
+            OllamaChat(messages=said, options=options).chat().check()

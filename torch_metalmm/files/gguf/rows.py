@@ -295,6 +295,8 @@ ARCHITECTURES = {
         | {"mlp_multipliers": [1.0] * 2, "ssm_multipliers": [1.0] * 5}
         | {"mamba_norm_before_gate": False},
         derived={"mamba_d_head": derive.ssm_head},
+        # Without the norm it is before nothing.
+        stated={"mamba_norm_before_gate": lambda c: c.mamba_rms_norm and c.mamba_norm_before_gate},
         names={
             "mamba.dt_bias": "ssm_dt.bias",
             "mamba.A_log": "ssm_a",
