@@ -9,7 +9,9 @@ Prints each mutant, then the score by room and language.
 
 All C++ mutants of a run cost one compilation: the copy is built with each, METALMM_MUTANT in the
 environment chooses one. A condition, an initial value or a statement of one line is changed
-so; what does not compile is left out. A mutant of a shader is compiled for the emulator.
+so. Left out are mutants that do not compile, those of code that the preprocessor or the compiler
+leaves out, throws of std::logic_error, which no caller can reach, and grains of parallel_for,
+which change the time alone. A mutant of a shader is compiled for the emulator.
 """
 
 from __future__ import annotations
@@ -94,15 +96,16 @@ TARGETS = {
     "torch_metalmm/formats/affine.py": "test_formats_affine.py",
     "csrc/cpu/experts/experts.cpp": "test_expert_ops.py test_expert_gradients.py -k cpu",
     "csrc/cpu/experts/route.cpp": "test_route.py -k cpu",
-    "csrc/ops/checks.cpp": "test_errors.py test_ops.py -k 'cpu or meta or 64_bits'",
+    "csrc/ops/checks.cpp": "test_errors.py test_ops.py test_layouts.py "
+    "-k '(cpu or meta or 64_bits) and not (of_x or independent or buffer)'",
     "csrc/python/guard.cpp": f"{_REPLAYS} -k 'change or seen or freed'",
-    "csrc/plan/plan.cpp": "test_plan.py test_plan_choices.py test_plan_layer.py",
-    "csrc/plan/passes.cpp": "test_plan.py test_plan_choices.py test_plan_layer.py",
-    "csrc/plan/matmul/dense.cpp": "test_plan.py test_plan_dense.py",
+    "csrc/plan/plan.cpp": "tests/plan",
+    "csrc/plan/passes.cpp": "tests/plan",
+    "csrc/plan/matmul/dense.cpp": "tests/plan",
     "csrc/cpu/matmul.cpp": "test_matmul.py test_layouts.py -k cpu",
-    "csrc/cpu/int8/matmul.cpp": "test_int8.py",
+    "csrc/cpu/int8/matmul.cpp": "test_int8.py test_layouts.py -k 'int8 or buffer'",
     "csrc/cpu/attention/matrix.cpp": "test_attention.py test_pages.py -k cpu",
-    "csrc/cpu/quantize/k.cpp": "test_quantizers.py",
+    "csrc/cpu/quantize/k.cpp": "test_quantizers.py test_layouts.py -k 'quantizers or buffer'",
     "metal/kernels/gemv_core.h": "test_matmul.py test_layer.py -k 'emulator-gemv- or "
     "(emulator and gated_down)'",
     "metal/layer/rope.h": "test_layer.py test_rope_append.py -k 'rope and emulator and not "
@@ -114,7 +117,7 @@ TARGETS = {
     "metal/layer/lane_sums.h": "test_recurrent.py test_ssm_scan.py test_recurrent_states.py "
     f"{_EMULATED}",
     "csrc/ops/composed_recurrent.cpp": "test_layer_gradients.py -k 'cpu and recurrent'",
-    "csrc/plan/recurrent.cpp": "test_plan.py test_plan_layer.py",
+    "csrc/plan/recurrent.cpp": "tests/plan",
     "metal/formats/block32.h": "test_exact.py test_shader_widths.py test_subnormal_codes.py "
     "-k '(emulator or every_width or form) and not descending and "
     "(gemv or form) and (q4_0 or q4_1 or q5_0 or q5_1 or q8_0 or other_form)'",
@@ -224,10 +227,10 @@ _CHOSEN = (
 def of_cpp(file: str) -> Iterator[Mutant]:
     """Mutants whose `text` is the line with both: `chosen(0) ? (changed) : (what it was)`."""
     for i, line in enumerate((ROOT / file).read_text().split("\n")):
-        if re.match(r"\s+(throw |reject\(|TORCH_CHECK).*;$", line):
+        if re.match(r"\s+(throw (?!std::logic_error)|reject\(|TORCH_CHECK).*;$", line):
             yield Mutant(file, i + 1, "left out: " + line.strip(), f"  if (!{_ID}) {{ {line} }}")
         for form in _CHOSEN:
-            if "constexpr" not in line and (parts := re.fullmatch(form, line)):
+            if not re.search("constexpr|[gG]rain", line) and (parts := re.fullmatch(form, line)):
                 before, value, after = parts.groups()
                 for new in _changed(value):
                     both = f"{before}{_ID} ? ({new}) : ({value}){after}"
@@ -235,12 +238,13 @@ def of_cpp(file: str) -> Iterator[Mutant]:
                 break
 
 
-_ID = "mm_mutant(@)"  # @: the number of the mutant
+_ID = 'mm_mutant("mutant @;")'  # @: the number of the mutant; the text is found in what is compiled
 _MUTANT = (
     "#include <cstdlib>\n"
-    "static bool mm_mutant(int n) {\n"
+    "#include <cstring>\n"
+    "[[gnu::noinline]] static bool mm_mutant(const char* text) {\n"
     '  static const char* chosen = getenv("METALMM_MUTANT");\n'
-    "  return chosen && atoi(chosen) == n;\n"
+    "  return chosen && !strcmp(chosen, text);\n"
     "}\n"
 )
 
@@ -297,8 +301,8 @@ def copy_tree() -> None:
         (TREE / "build" / "msl").symlink_to(ROOT / "build" / "msl")
 
 
-def build(mutants: list[Mutant]) -> list[Mutant]:
-    """Compiles the copy with all of them, its number before each; those that compile."""
+def build(mutants: list[Mutant]) -> dict[Mutant, int]:
+    """Compiles the copy with all of them; the numbers of those that are in what it makes."""
     left = mutants
     while left:
         numbers = {mutant: i + 1 for i, mutant in enumerate(left)}
@@ -310,13 +314,15 @@ def build(mutants: list[Mutant]) -> list[Mutant]:
             (TREE / file).write_text(_MUTANT + f'#line 1 "{file}"\n' + "\n".join(lines))
         done = run(f"{sys.executable} setup.py -q build_ext --inplace")
         if not done.returncode:
-            return left
+            made = b"".join(module.read_bytes() for module in TREE.glob("torch_metalmm/*.so"))
+            found = {int(n) for n in re.findall(rb"mutant (\d+);", made)}
+            return {mutant: n for mutant, n in numbers.items() if n in found}
         said = set(re.findall(r"([\w/]+\.cpp):(\d+):\d+: error", done.stdout + done.stderr))
         wrong = [m for m in left if any(m.file.endswith(f) and m.line == int(n) for f, n in said)]
         if not wrong:
             raise RuntimeError(done.stderr[-2000:])
         left = [m for m in left if m not in wrong]
-    return left
+    return {}
 
 
 def verdict(mutant: Mutant, number: int) -> str:
@@ -334,7 +340,8 @@ def verdict(mutant: Mutant, number: int) -> str:
 def fails(file: str, number: int = 0) -> str:
     """Why the tests of the file's row do not pass: one fails, or they end or hang; "": they do."""
     try:
-        done = run(f"METALMM_MUTANT={number} {sys.executable} -m pytest -x -q {tests_of(file)}")
+        chosen = f"METALMM_MUTANT='mutant {number};'"
+        done = run(f"{chosen} {sys.executable} -m pytest -x -q {tests_of(file)}")
     except subprocess.TimeoutExpired:
         return f"not done after {SECONDS} s"
     if done.returncode in (3, 4, 5):  # pytest itself, its options, no tests
@@ -373,8 +380,7 @@ def main() -> None:
             continue
         if time.monotonic() > end:
             break
-        number = native.index(mutant) + 1 if mutant in native else 0
-        said = verdict(mutant, number)
+        said = verdict(mutant, native.get(mutant, 0))
         for part in (str(Path(mutant.file).parent), f"all {Path(mutant.file).suffix}"):
             scores.setdefault(part, []).append(said == "noticed")
         print(f"{said:9} {mutant.file}:{mutant.line}: {mutant.what}", flush=True)

@@ -16,7 +16,7 @@ from transformers import AttentionInterface
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from bench.models.families import family, fused_family
-from torch_metalmm import PackedCache, fuse_
+from torch_metalmm import _C, PackedCache, fuse_
 from torch_metalmm.hf.caches.layers import SLACK
 from torch_metalmm.hf.caches.rows import Fixed
 from torch_metalmm.hf.replay import _HELD, explain
@@ -331,3 +331,9 @@ def test_a_model_that_has_its_cache_is_freed() -> None:
     del model, pair
     gc.collect()
     assert seen() is None
+
+
+def test_objects_of_a_guard_are_seen_by_gc() -> None:
+    held, other = [object()], object()
+    guard = _C.Guard([{}], [held], [({"key": held}, "key", held)], [held])
+    assert guard in gc.get_referrers(held) and guard not in gc.get_referrers(other)

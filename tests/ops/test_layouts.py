@@ -104,6 +104,7 @@ def w_layouts(packed: Tensor) -> Iterator[tuple[str, Tensor]]:
     yield "middle columns of a wider one", into(ones(n, size + 19)[:, 7 : 7 + size])
     yield "every second row", into(ones(2 * n, size)[1::2])
     yield "columns first", into(ones(size, n).T)
+    yield "every second byte", into(ones(n, 2 * size)[:, ::2])
 
 
 @pytest.mark.isa

@@ -178,9 +178,11 @@ def test_results_in_f32() -> None:
 
 
 def test_nothing_to_compute() -> None:
-    for op, sizes in (("linear", (0, 8, 32)), ("linear", (3, 0, 32)), ("embedding", (0, 8, 32))):
-        m, n, k = sizes
-        assert _C.plan(op, m=m, n=n, k=k, format="q4_0", chip="m1")["passes"] == []
+    for op in ("linear", "embedding", "causal_conv", "gated_delta", "ssm_scan"):
+        k, least = (1, 1) if op == "causal_conv" else (32, 4)
+        for m, n, passes in ((0, 8, 0), (3, 0, op == "embedding"), (1, least, 1)):
+            plan = _C.plan(op, m=m, n=n, k=k, format="q4_0", chip="m1")
+            assert len(plan["passes"]) == passes, (op, m, n)
     # K = 0 is a sum of nothing, and bias: one pass.
     assert len(_C.plan(m=2, n=8, k=0, format="q4_0", chip="m1", bias=True)["passes"]) == 1
 

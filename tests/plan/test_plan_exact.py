@@ -16,7 +16,7 @@ SHARED = "gemv_large_k"  # simdgroups share K of a row
 OF_SEVERAL = {"gemv": "gemv_batched", "gemv_wide_n": "gemv_batched", SHARED: SHARED}
 
 
-@pytest.mark.parametrize("chip", CHIPS)
+@pytest.mark.parametrize("chip", [*CHIPS, _C.CUDA])
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("format", ["q4_0", "q4_k", "f16", "affine4_g64"])
 def test_rows_are_planned_as_the_row_alone(chip: str, dtype: str, format: str) -> None:

@@ -63,6 +63,7 @@ from torch_metalmm import _C, formats
         ({"op": "swiglu_down", "n": 32, "norm_rows": 2}, "norm_rows: 2; must be 1"),
         ({"op": "ssm_scan", "k": 260}, "k: 260; must be a multiple of 4 up to 256"),
         ({"op": "ssm_scan", "k": 6}, "k: 6; must be a multiple of 4 up to 256"),
+        ({"op": "ssm_scan", "k": 0}, "k: 0; must be a multiple of 4 up to 256"),
         ({"op": "ssm_scan", "k": 8, "ssm": {"groups": 0}}, "groups: 0; must be at least 1"),
         ({"op": "ssm_scan", "k": 8, "ssm": {"groups": 2}}, "heads: 1; must be a multiple of the 2"),
         ({"op": "gated_delta", "strategy": "rope"}, "strategy: rope does not compute gated_delta"),
@@ -82,7 +83,7 @@ def test_refused(problem: dict[str, Any], message: str) -> None:
         _C.plan(**{"n": 8, "k": 32, "format": "q4_0", "chip": "m1"} | problem)
 
 
-@pytest.mark.parametrize("chip", CHIPS)
+@pytest.mark.parametrize("chip", [*CHIPS, _C.CUDA])
 def test_what_is_fused_can_be_planned(chip: str) -> None:
     """norm_is_fused promises that the choice normalises x, in one pass; at M = 1 it always does."""
     for name in formats.names():
@@ -109,6 +110,20 @@ def test_a_machine_that_waits_for_instructions_fuses_small_norms() -> None:
 def test_rows_of_cos_and_sin(twice: bool) -> None:
     (one,) = _C.plan("rope_tables", m=3, k=8, chip="m1", tables={"twice": twice})["passes"]
     assert (one["args"]["n"], one["args"]["k"]) == (16 if twice else 8, 8)
+
+
+@pytest.mark.parametrize(
+    ("op", "sizes", "values", "heads"),
+    [
+        ("causal_conv", {}, 12, 12),
+        ("gated_delta", {"delta": {"heads": 4, "key_heads": 2}}, 2 * 2 * 4 + 4 * 12, 4),
+        ("ssm_scan", {"ssm": {"heads": 4, "groups": 2}}, 2 * 2 * 4 + 4 * 12, 4),
+    ],
+)
+def test_rows_of_recurrent_ops(op: str, sizes: dict[str, Any], values: int, heads: int) -> None:
+    """Those of x hold q, k and v, or x, b and c, of all heads."""
+    (one,) = _C.plan(op, m=3, n=12, k=4, chip="m1", **{"conv": {"width": 3}} | sizes)["passes"]
+    assert (one["args"]["x_stride"], one["args"]["x2_stride"]) == (values, heads)
 
 
 def test_a_norm_does_not_split_k() -> None:
