@@ -57,7 +57,7 @@ void gemm_tiled(DecodeKernel decode, const Weight& w, const at::Tensor& x, at::T
     }
     for (int64_t i = 0; i < columns; ++i) std::copy_n(acc[i], rows, out + (m0 + i) * n + r0);
   };
-  parallel_for(0, (n + kTile - 1) / kTile, 1, [&](int64_t first, int64_t last) {
+  parallel_for(0, ceil_div(n, kTile), 1, [&](int64_t first, int64_t last) {
     std::vector<float> row(kTileDepth), decoded(kTile * kTileDepth);
     for (int64_t t = first; t < last; ++t) {
       for (int64_t m0 = 0; m0 < m; m0 += kTile) tile(t * kTile, m0, row.data(), decoded.data());

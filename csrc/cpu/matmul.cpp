@@ -31,24 +31,22 @@ constexpr int64_t kTaskColumns = 256;
 // A dot kernel and x [M, K] in the order that it takes, for the rows of kDotRows[index].
 struct Prepared {
   DotKernel kernel;
-  const float* x;
-  Lines<float> buffer;
+  Lines<float> x;
 
   Prepared(const CodecKernels& codec, const at::Tensor& from, int index, bool in_steps)
-      : kernel(codec.dot[index]), x(elements<float>(from)) {
+      : kernel(codec.dot[index]) {
     const int64_t m = from.size(0), k = from.size(1), rows = kDotRows[index];
     const StepKernels& steps = codec.steps;
     const int64_t n_steps = in_steps && steps.values > 0 ? k / steps.values : 0;
-    if (rows == 1 && k % kChunkValues == 0 && n_steps == 0) return;
     const int64_t done = n_steps * steps.values, floats = n_steps * steps.step_floats * rows;
-    buffer.resize(floats + rows * round_up(k - done, kChunkValues));
+    const float* rows_of_x = elements<float>(from);
+    x.resize(floats + rows * round_up(k - done, kChunkValues));
     if (n_steps > 0) {
       kernel = steps.dot[index];
-      steps.arrange({x, from.stride(0), m, k, rows, buffer.data()});
+      steps.arrange({rows_of_x, from.stride(0), m, k, rows, x.data()});
     }
-    interleave(x + done, from.stride(0), m, k - done, rows, current_isa().width,
-               buffer.data() + floats);
-    x = buffer.data();
+    interleave(rows_of_x + done, from.stride(0), m, k - done, rows, current_isa().width,
+               x.data() + floats);
   }
 };
 
@@ -61,7 +59,7 @@ void dot_rows(const CodecKernels& codec, const Weight& w, const at::Tensor& x, a
   const int64_t rows = kDotRows[index];
   const Prepared prepared(codec, x, index, in_steps);
   const DotKernel kernel = prepared.kernel;
-  const float* packed = prepared.x;
+  const float* packed = prepared.x.data();
   float* out = y.mutable_data_ptr<float>();
   const int64_t out_stride = y.stride(0);
   over_rows(1, n, w.k, [&](int64_t, int64_t first, int64_t last) {
@@ -81,7 +79,7 @@ void dot_rows(const CodecKernels& codec, const Weight& w, const at::Tensor& x, a
 // beyond M.
 Lines<float> pack_panels(const at::Tensor& x, int width) {
   const int64_t m = x.size(0), k = x.size(1), stride = x.stride(0);
-  const int64_t panels = (m + width - 1) / width;
+  const int64_t panels = ceil_div(m, width);
   Lines<float> out(panels * k * width);
   const float* from = elements<float>(x);
   parallel_for(0, panels, std::max<int64_t>(1, 4096 / std::max<int64_t>(k, 1)),
@@ -110,7 +108,7 @@ struct Gemm {
   // y for rows [n0, n1) of W and rows [m0, m1) of x; c and decoded are scratch.
   void task(int64_t n0, int64_t n1, int64_t m0, int64_t m1, float* c, float* decoded) const {
     const int64_t first_panel = m0 / isa.width;
-    const int64_t panels = (m1 - m0 + isa.width - 1) / isa.width;
+    const int64_t panels = ceil_div(m1 - m0, isa.width);
     for (int64_t k0 = 0; k0 < w.k; k0 += kDecodeK) {
       const int64_t k1 = std::min(w.k, k0 + kDecodeK);
       for (int64_t r = n0; r < n1; ++r) {
@@ -136,8 +134,8 @@ void gemm(const CodecKernels& codec, const Weight& w, const at::Tensor& x, at::T
   const int64_t m = x.size(0), n = y.size(1);
   const Lines<float> panels = pack_panels(x, isa.width);
   const Gemm job{isa, codec, w, panels.data(), m, n, y.mutable_data_ptr<float>()};
-  const int64_t row_tasks = (n + kTaskRows - 1) / kTaskRows;
-  const int64_t column_tasks = (m + kTaskColumns - 1) / kTaskColumns;
+  const int64_t row_tasks = ceil_div(n, kTaskRows);
+  const int64_t column_tasks = ceil_div(m, kTaskColumns);
   parallel_for(0, row_tasks * column_tasks, 1, [&](int64_t first, int64_t last) {
     Lines<float> c(kTaskRows * kTaskColumns), decoded(kTaskRows * kDecodeStride, 0.f);
     for (int64_t i = first; i < last; ++i) {
@@ -241,14 +239,13 @@ void row_products(const RowProducts& products, int64_t n, const Weight& like, co
     const RowProducts::Product& p = products.of[i];
     Weight w = like;
     w.data = p.w;
-    prepared[p.x].kernel({w, first, last, prepared[p.x].x, p.y + first, n});
+    prepared[p.x].kernel({w, first, last, prepared[p.x].x.data(), p.y + first, n});
   });
 }
 
 at::Tensor decode_rows(const at::Tensor& w, const Format& format, int64_t k, int64_t first,
                        int64_t last) {
   at::Tensor out = at::empty({last - first, k}, w.options().dtype(at::kFloat));
-  if (out.numel() == 0) return out;
   const Weight weight = make_weight(w, format, k);
   const DecodeKernel decode = kernels_of(format).decode;
   float* data = out.mutable_data_ptr<float>();

@@ -10,19 +10,22 @@
 
 namespace metalmm::cpu {
 
+// How many ranges of `size` cover n.
+constexpr int64_t ceil_div(int64_t n, int64_t size) { return (n + size - 1) / size; }
+
 // f(first, last) for disjoint ranges of at least `grain` that cover [begin, end).
 template <class F>
 void parallel_for(int64_t begin, int64_t end, int64_t grain, const F& f) {
 #if defined(__APPLE__)
   // Apple's clang has no OpenMP, without which at::parallel_for runs on one thread; Homebrew's
   // libomp beside torch's aborts. f must not throw.
-  const int64_t shares = std::min<int64_t>(at::get_num_threads(),
-                                           (end - begin + grain - 1) / std::max<int64_t>(grain, 1));
+  const int64_t shares =
+      std::min<int64_t>(at::get_num_threads(), ceil_div(end - begin, std::max<int64_t>(grain, 1)));
   if (shares <= 1 || at::in_parallel_region()) {
     if (begin < end) f(begin, end);
     return;
   }
-  const int64_t share = (end - begin + shares - 1) / shares;
+  const int64_t share = ceil_div(end - begin, shares);
   dispatch_apply(shares, DISPATCH_APPLY_AUTO, ^(size_t i) {
     const int64_t first = begin + static_cast<int64_t>(i) * share;
     if (first < end) f(first, std::min(end, first + share));

@@ -104,7 +104,7 @@ at::Tensor causal_conv(const args::causal_conv& a) {
   const float* biases = bias.defined() ? elements<float>(bias) : nullptr;
   float* to = y.mutable_data_ptr<float>();
   constexpr int64_t kRows = 16;  // of a sequence, for a thread at a time
-  const int64_t parts = (positions + kRows - 1) / kRows;
+  const int64_t parts = ceil_div(positions, kRows);
   parallel_for(0, batch * parts, 1, [&](int64_t begin, int64_t end) {
     for (int64_t item = begin; item < end; ++item) {
       const int64_t b = item / parts, first = item % parts * kRows;

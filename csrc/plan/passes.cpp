@@ -79,12 +79,12 @@ static_assert(sizeof kStrategies / sizeof *kStrategies == kNumStrategies);
 
 // ---- sizes
 
-// Elements of hadamard, act_mul or a probe, ids of an embedding, rows of cos of rope.
+// Elements of hadamard, act_mul or a probe, ids of an embedding, rows of cos of rope, rows of W.
 int64_t count_of(const Problem& p) {
   if (p.op == Op::kEmbedding) return p.m;
   if (is_of_rows(p.op)) return p.op == Op::kRope ? p.rope.angle_rows : 0;
   if (p.op == Op::kDot) return p.k;
-  return has_weight(p.op) ? 0 : p.n;
+  return p.n;
 }
 
 // Threads of a flat grid.
@@ -145,7 +145,7 @@ KernelArgs args_of(const Problem& p, const Parts& parts) {
   a.parts = u32(parts.count, "parts");
   a.count = u32(count_of(p), "count");
   a.alpha = p.alpha;
-  a.beta = p.has_c ? p.beta : 0;
+  a.beta = p.beta;
   a.eps = p.eps;
   a.offset = p.offset;
   if (p.op == Op::kRmsNorm) a.heads = u32(p.norm_rows, "norm_rows");
@@ -297,7 +297,7 @@ void check_sizes(const Problem& p) {
 
 int64_t rows_of_x(StrategyId strategy, const Problem& p) {
   const StrategyInfo& s = info_of(strategy);
-  if (!s.batch_of || p.m <= 0) return s.m;
+  if (!s.batch_of) return s.m;
   if (p.op == Op::kExpertTiles) return p.experts.tile_rows;
   const int64_t rows = s.batch_of(p.m, p.dtype == DType::kF16, piece_of(p.format->codec).values);
   // Of each size there is a pipeline: one matrix of the unit, or an even number of them.

@@ -137,9 +137,8 @@ StrategyId choose_linear(const Problem& p, const Gpu& gpu, Reason why) {
   }
   const int64_t small = std::min<int64_t>(t.small_max_m, one_small_tile(p));
   if (p.m <= small) {
-    why.add("M = ", p.m, " is in ", std::max<int64_t>(batched, 1) + 1, " ... ", small,
-            ": matrix-unit tiles of ", GemmSmallTile::kN,
-            " rows of W, in a finer grid than those of ", GemmTile::kN);
+    why.add("M = ", p.m, " is in ", batched + 1, " ... ", small, ": matrix-unit tiles of ",
+            GemmSmallTile::kN, " rows of W, in a finer grid than those of ", GemmTile::kN);
     return S::gemm_small;
   }
   why.add("M = ", p.m, " is over ", std::max(batched, small), ": matrix-unit tiles of ",
@@ -350,7 +349,7 @@ bool norm_is_fused(const Problem& p, const Gpu& gpu) {
   const int64_t weights = product(product(p.n, p.k), p.op == Op::kSwigluUp ? 2 : 1);
   const int64_t most = product(gpu.norm_weights_per_core, gpu.cores);
   if (most && weights > most) return false;
-  if (p.m <= 1 || is_exact(p)) return true;
+  if (is_exact(p)) return true;
   const int64_t rows = batched_rows(piece_of(p.format->codec).values);
   return p.m <= std::min<int64_t>(rows, batched_max_m(p, gpu));
 }

@@ -1,4 +1,4 @@
-"""Formats with their buffers against pages that may not be touched: a process that does, dies."""
+"""Formats and ops with buffers against pages that may not be touched: a process that does, dies."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ import mmap
 import torch
 from backends import CPU
 from inputs import activations, random_weight
+from op_calls import op_calls
 from oracle import check, linear, linear_of_rounded, spec
 from torch import Tensor
 
@@ -24,6 +25,8 @@ CALLS = [(m, torch.float32) for m in (1, 2, 3, 4, 5, 6, 7, 8, 26)] + [
     (26, torch.bfloat16),
 ]
 
+CALLS_OF_OPS = {dtype: op_calls(dtype) for dtype in (torch.float32, torch.bfloat16)}
+
 libc = ctypes.CDLL(None, use_errno=True)
 libc.mmap.restype = ctypes.c_void_p
 libc.mmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t, *[ctypes.c_int] * 3, ctypes.c_long]
@@ -33,6 +36,8 @@ libc.mprotect.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
 def guarded(t: Tensor, at_end: bool) -> Tensor:
     """A copy of t that ends right before (or begins right after) a page that may not be touched."""
     size = t.numel() * t.element_size()
+    if not size:
+        return t
     room = -(-size // mmap.PAGESIZE) * mmap.PAGESIZE
     total = room + 2 * mmap.PAGESIZE
     base = libc.mmap(None, total, 0, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS, -1, 0)
@@ -81,6 +86,15 @@ def exercise(name: str) -> None:
                 assert torch.equal(packed_again, formats.get(name).quantize(source)), "quantize"
 
 
+def call(label: str) -> None:
+    """The call of op_calls.py; a process with a checked heap ends where an op writes behind it."""
+    for calls in CALLS_OF_OPS.values():
+        for at_end in (True, False):
+            op, args, kwargs = calls[label]
+            given = [guarded(a, at_end) if isinstance(a, Tensor) else a for a in args]
+            op(*given, **kwargs)
+
+
 def over_read() -> None:
     """Reads the byte behind a guarded buffer."""
     t = guarded(torch.zeros(100, dtype=torch.uint8), True)
@@ -98,9 +112,14 @@ TRAPS = {"over_read": over_read, "over_write": over_write}
 
 
 def run(*names: str) -> None:
-    """Traps and formats in turn, each named on a line before it runs."""
+    """Traps, formats and calls of ops in turn, each named on a line before it runs."""
     faulthandler.enable()
     torch.set_num_threads(1)
     for name in names:
         print(name, flush=True)
-        TRAPS[name]() if name in TRAPS else exercise(name)
+        if name in TRAPS:
+            TRAPS[name]()
+        elif name in CALLS_OF_OPS[torch.float32]:
+            call(name)
+        else:
+            exercise(name)

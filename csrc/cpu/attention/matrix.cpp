@@ -63,7 +63,7 @@ struct Scratch {
 
   explicit Scratch(int64_t dim)
       : padded(round_up(dim, isa.width)),
-        q((dim + kDecodeK - 1) / kDecodeK * kRows * kDecodeStride, 0.f),
+        q(ceil_div(dim, kDecodeK) * kRows * kDecodeStride, 0.f),
         scores(kRows * kDecodeStride, 0.f),
         sums(kRows * padded) {}
 };
@@ -121,7 +121,7 @@ struct Task {
   void multiply_keys(Span chunk) const {
     const int64_t width = s.isa.width, n = chunk.last - chunk.first;
     const float* keys = head.keys.data() + (chunk.first - head.span.first) * a.dim;
-    each_tile((n + width - 1) / width, [&](TileKernel tile, int64_t r, int64_t p) {
+    each_tile(ceil_div(n, width), [&](TileKernel tile, int64_t r, int64_t p) {
       for (int64_t k = 0; k < a.dim; k += kDecodeK) {
         tile({s.q.data() + (k * kRows / kDecodeK + r) * kDecodeStride,
               keys + (p * a.dim + k) * width, a.dim * width, std::min(kDecodeK, a.dim - k),
@@ -167,13 +167,13 @@ int64_t balanced(int64_t i, int64_t count) { return i % 2 ? count - 1 - i / 2 : 
 void attend_matrix(const Attention& a, float* out) {
   const int64_t width = current_isa().width, all = a.batch * a.kv_heads;
   TORCH_INTERNAL_ASSERT(kRows % current_isa().tile_rows == 0);
-  const int64_t rows = a.queries * a.group(), tasks = (rows + kRows - 1) / kRows;
+  const int64_t rows = a.queries * a.group(), tasks = ceil_div(rows, kRows);
   const int64_t floats = 2 * std::max<int64_t>(1, a.longest()) * a.dim;
   const int64_t most = std::clamp<int64_t>(kMostFloats / floats, 1, all);
   for (int64_t i = 0; i < all; i += most) {
     std::vector<Head> heads;
     for (int64_t h = i; h < std::min(all, i + most); ++h) heads.emplace_back(a, h, width);
-    const int64_t panels = (a.longest() + width - 1) / width;
+    const int64_t panels = ceil_div(a.longest(), width);
     parallel_for(0, heads.size() * panels, 4, [&](int64_t first, int64_t last) {
       Lines<float> scratch(width * a.dim);
       for (int64_t p = first; p < last; ++p) {

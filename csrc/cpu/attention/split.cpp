@@ -15,7 +15,7 @@ constexpr int64_t kMostParts = 64;   // what a part leaves is as large as the qu
 constexpr int64_t kBlockSlots = 64;  // rows that are decoded at a time: 32 KB of 128 values
 
 int64_t part_slots(int64_t length) {
-  return round_up(std::max(kPartSlots, (length + kMostParts - 1) / kMostParts), kPartSlots);
+  return round_up(std::max(kPartSlots, ceil_div(length, kMostParts)), kPartSlots);
 }
 
 // Queries as the dot kernels take them: groups of up to kMaxDotRows rows.

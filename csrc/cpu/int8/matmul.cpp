@@ -36,7 +36,7 @@ struct Panels {
 Panels pack(const at::Tensor& x, const Kind& kind, const Layout& layout, int parts,
             const ByParts<PackKernel>& kernels) {
   const int64_t m = x.size(0), chunks = x.size(1) / kChunkValues, rows = layout.rows() / parts;
-  const int64_t panels = (m + rows - 1) / rows, stride = chunks * layout.chunk_bytes(kind.sub);
+  const int64_t panels = ceil_div(m, rows), stride = chunks * layout.chunk_bytes(kind.sub);
   Panels out{layout, rows, panels, stride, Lines<uint8_t>(panels * stride)};
   const PackKernel kernel = kernels[parts - 1];
   const float* from = elements<float>(x);
@@ -103,7 +103,7 @@ void batched_rows(const Product& p, const Panels& x, const Tile& tile, int64_t p
   const int64_t lanes = x.layout.bytes / 4, row_lanes = p.parts * x.layout.row_lanes();
   const int64_t m0 = panel * x.rows, m1 = std::min(p.m, m0 + count * x.rows);
   Scratch scratch(tile.rows, tile.rows * count * lanes);
-  const int64_t passes = (last - first + tile.rows - 1) / tile.rows;
+  const int64_t passes = ceil_div(last - first, tile.rows);
   for (int64_t i = first; i < first + passes; ++i) {
     for (int64_t k0 = 0; k0 < p.w.k; k0 += kDecodeK) {
       const int64_t k1 = std::min(p.w.k, k0 + kDecodeK);
@@ -142,7 +142,7 @@ void gemv_batched(const Product& p, const at::Tensor& x) {
 void gemm_task(const Product& p, const Panels& x, int64_t n0, int64_t n1, int64_t m0, int64_t m1,
                Scratch& scratch) {
   const int64_t width = x.layout.rows(), most = current_kernels().gemm_panels;
-  const int64_t panels = (m1 - m0 + x.rows - 1) / x.rows;
+  const int64_t panels = ceil_div(m1 - m0, x.rows);
   for (int64_t k0 = 0; k0 < p.w.k; k0 += kDecodeK) {
     const int64_t k1 = std::min(p.w.k, k0 + kDecodeK);
     for (int64_t r = n0; r < n1; ++r) {
@@ -168,8 +168,8 @@ void gemm_task(const Product& p, const Panels& x, int64_t n0, int64_t n1, int64_
 
 void gemm(const Product& p, const at::Tensor& x) {
   const Panels panels = pack(x, p.codec.kind, current_kernels().gemm, p.parts, p.kind.pack_gemm);
-  const int64_t row_tasks = (p.n + kTaskRows - 1) / kTaskRows;
-  const int64_t columns = kTaskColumns / p.parts, column_tasks = (p.m + columns - 1) / columns;
+  const int64_t row_tasks = ceil_div(p.n, kTaskRows);
+  const int64_t columns = kTaskColumns / p.parts, column_tasks = ceil_div(p.m, columns);
   parallel_for(0, row_tasks * column_tasks, 1, [&](int64_t first, int64_t last) {
     Scratch scratch(kTaskRows, kTaskRows * kTaskColumns);
     for (int64_t i = first; i < last; ++i) {

@@ -24,7 +24,7 @@ constexpr int64_t kPanelBytes = int64_t{128} << 20;
 
 // Panels of like size: a short last one would leave the machine idle.
 int64_t rows_of_panel(const Problem& p) {
-  const int64_t row_bytes = std::max<int64_t>(product(p.k, dtype_bytes(p.dtype)), 1);
+  const int64_t row_bytes = product(p.k, dtype_bytes(p.dtype));
   const int64_t most =
       std::max(kPanelBytes / row_bytes / kRowsMultiple, int64_t{1}) * kRowsMultiple;
   if (p.n <= most) return p.n;
