@@ -39,6 +39,7 @@ SECONDS = 900  # seconds for the tests of one mutant: a mutant that hangs is not
 
 _EMULATED = "-k 'emulator and not descending'"
 _REPLAYS = "test_replay.py test_replay_faults.py"
+_PLANS = ("check", "route", "matmul/experts", "cache/append", "cache/attention", "cache/sdpa")
 
 # {file to mutate: the tests that shall notice, in whatever room they are, and pytest's choice among
 # them}. Checks, loaders, savers, the plan, the CPU kernels, the shaders.
@@ -103,7 +104,7 @@ TARGETS = {
     "csrc/plan/plan.cpp": "tests/plan",
     "csrc/plan/passes.cpp": "tests/plan",
     "csrc/plan/matmul/dense.cpp": "tests/plan",
-    "csrc/cpu/matmul.cpp": "test_matmul.py test_layouts.py -k cpu",
+    "csrc/cpu/matmul.cpp": "test_matmul.py test_expert_ops.py test_layouts.py -k cpu",
     "csrc/cpu/int8/matmul.cpp": "test_int8.py test_layouts.py -k 'int8 or every_format'",
     "csrc/cpu/attention/matrix.cpp": "test_attention.py test_pages.py test_layouts.py "
     "-k 'cpu and (attention or pages) or every_op'",
@@ -123,6 +124,7 @@ TARGETS = {
     "metal/formats/block32.h": "test_exact.py test_shader_widths.py test_subnormal_codes.py "
     "-k '(emulator or every_width or form) and not descending and "
     "(gemv or form) and (q4_0 or q4_1 or q5_0 or q5_1 or q8_0 or other_form)'",
+    **{f"csrc/plan/{name}.cpp": "tests/plan" for name in _PLANS},
 }
 
 _SWAPS = {

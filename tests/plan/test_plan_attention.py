@@ -83,7 +83,17 @@ def test_traits_are_bits() -> None:
         assert made["passes"][0]["constants"]["epilogue"] == sum(bits[name] for name in names)
 
 
+@pytest.mark.parametrize("filled", [False, True])
+def test_a_kernel_is_told_of_a_filled_cache_and_of_aligned_queries(filled: bool) -> None:
+    for alignment in (8, 16):
+        one = plan(x_alignment=alignment, attention={"filled": filled})["passes"][0]
+        assert one["args"]["count"] == filled
+        aligned = one["constants"]["bounds"] & _C.BOUNDS_BITS["aligned_x"]
+        assert bool(aligned) == (alignment == 16)
+
+
 def test_threadgroup_memory_fits_every_head() -> None:
+    assert plan(gpu={"max_threadgroup_memory": 8320})["passes"]
     for k in range(16, 257, 16):
         for queries in (1, 40):
             for dtype in DTYPES:
@@ -98,6 +108,14 @@ def test_threadgroup_memory_fits_every_head() -> None:
         ({"k": 272, "format": "f16"}, "heads of 272 values"),
         ({"k": 256, "format": "q4_k"}, "heads of 256 values of q4_k; .* that a shader stores"),
         ({"heads": 7}, "heads 7, kv_heads 8"),
+        ({"heads": 0}, "heads 0, kv_heads 8"),
+        ({"kv_heads": 0}, "kv_heads 0"),
+        ({"queries": -1}, "queries -1"),
+        ({"attention": {"batch": -1}}, "batch -1"),
+        ({"n": 8191, "attention": {"pages": 4}}, "pages: of whole pages of .* slots"),
+        ({"attention": {"pages": 4, "filled": True}}, "pages: .* with lengths and without a mask"),
+        ({"attention": {"pages": 4, "bool_mask": True}}, "pages: .* without a mask"),
+        ({"attention": {"pages": 4, "float_mask": True}}, "pages: .* without a mask"),
         ({"attention": {"window": -1}}, "window: -1; at least 1, 0 for none"),
         ({"attention": {"bool_mask": True, "float_mask": True}}, "mask: of bools or of f32"),
         ({"attention": {"rows": 2}}, "attention: unknown 'rows'; allowed: batch, heads"),
@@ -109,7 +127,7 @@ def test_threadgroup_memory_fits_every_head() -> None:
         ),
         ({"strategy": "sdpa", "attention": {"sinks": True}}, "without sinks"),
         ({"strategy": "sdpa", "attention": {"float_mask": True}}, "without mask that is added"),
-        ({"gpu": {"max_threadgroup_memory": 1024}}, "gpu: attention_split needs 8320 bytes"),
+        ({"gpu": {"max_threadgroup_memory": 8319}}, "gpu: attention_split needs 8320 bytes"),
     ],
 )
 def test_refused(changes: dict[str, Any], message: str) -> None:

@@ -177,12 +177,20 @@ def test_results_in_f32() -> None:
     assert wide == _C.plan(m=8, dtype="f32", **problem)
 
 
+@pytest.mark.parametrize("op", ["linear", "swiglu_up", "route", "rope_tables"])
+def test_ops_with_a_factor(op: str) -> None:
+    (one,) = _C.plan(op, n=32, k=32, format="q4_0", chip="m1", alpha=0.5)["passes"]
+    assert one["args"]["alpha"] == 0.5
+
+
 def test_nothing_to_compute() -> None:
     for op in ("linear", "embedding", "causal_conv", "gated_delta", "ssm_scan"):
         k, least = (1, 1) if op == "causal_conv" else (32, 4)
         for m, n, passes in ((0, 8, 0), (3, 0, op == "embedding"), (1, least, 1)):
             plan = _C.plan(op, m=m, n=n, k=k, format="q4_0", chip="m1")
             assert len(plan["passes"]) == passes, (op, m, n)
+    no_heads = {"heads": 0, "kv_heads": 0}
+    assert not _C.plan("rope_append", k=32, format="q4_0", chip="m1", rope=no_heads)["passes"]
     # K = 0 is a sum of nothing, and bias: one pass.
     assert len(_C.plan(m=2, n=8, k=0, format="q4_0", chip="m1", bias=True)["passes"]) == 1
 
@@ -297,6 +305,9 @@ def test_what_kernels_are_told_of_w(bit: str, changes: dict[str, Any], is_set: b
         ),
         ({"k": 2**32}, "k: 4294967296 does not fit 32 bits"),
         ({"m": -1}, "shape: M, N, K = -1, 8, 32; none may be negative"),
+        ({"n": -1}, "shape: M, N, K = 1, -1, 32; none may be negative"),
+        ({"k": -32}, "shape: M, N, K = 1, 8, -32; none may be negative"),
+        ({"op": "hadamard", "n": 33}, "n: 33; hadamard takes a multiple of 32"),
         ({"m": 2**32}, "m: 4294967296 does not fit 32 bits"),
         ({"op": "act_mul", "n": 2**32}, "elements of gate: 4294967296 does not fit 32 bits"),
         ({"strategy": "fast"}, "strategy: unknown 'fast'; allowed: gemv, gemv_large_k"),

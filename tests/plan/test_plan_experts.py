@@ -59,9 +59,9 @@ def test_invariants(p: dict[str, Any]) -> None:
     assert [args[name] for name in ("heads", "kv_heads", "positions")] == [
         e[name] for name in ("choices", "experts", "sharing")
     ]
-    if p["op"] == "expert_up":
-        last = args["window"] - 1  # the last bias of up
-        assert (p["n"] - 1) * args["count"] + args["rotated"] == last == 2 * p["n"] - 1
+    last = args["window"] - 1  # the last bias, of up where there is one
+    assert (p["n"] - 1) * args["count"] + args["rotated"] == last
+    assert args["window"] == p["n"] * (2 if p["op"] == "expert_up" else 1)
     epilogue = one["constants"]["epilogue"]
     assert (epilogue & _C.EPILOGUE_BITS["bias"] > 0) == p["bias"]
     assert (epilogue & _C.EXPERT_BITS["limit"] > 0) == (e["limit"] > 0)

@@ -27,6 +27,8 @@ from torch_metalmm import _C, formats
             {"activation": "elu"},
             "activation: unknown 'elu'; allowed: silu, gelu, gelu_tanh, relu2, sigmoid",
         ),
+        ({"op": "rope", "rope": {"heads": -1}}, "heads: -1 of q, .*; none may be negative"),
+        ({"op": "rope", "rope": {"kv_heads": -1}}, "heads: .* of q, -1 of k; none may be negative"),
         ({"op": "rope", "rope": {"rotated": 3}}, "rotated: 3; must be even, 0 to the 32 values"),
         ({"op": "rope", "rope": {"rotated": 34}}, "rotated: 34; must be even, 0 to the 32 values"),
         ({"op": "rope", "m": 5, "rope": {"positions": 2}}, "positions: 2; must divide the 5 rows"),

@@ -76,10 +76,9 @@ KernelArgs args_of(const Problem& p, int64_t parts) {
   return out;
 }
 
-// q is dense: its rows begin at multiples of those of a head. Slots begin where those of heads and
-// sequences do.
+// q is dense: its rows, of multiples of kHeadStep values, begin at multiples of 16 bytes where the
+// first does. Slots begin where those of heads and sequences do.
 uint32_t bounds_of(const Problem& p, const KernelArgs& args) {
-  const bool is_aligned = p.x_alignment % 16 == 0 && p.k * dtype_bytes(p.dtype) % 16 == 0;
   const auto of = [&](const Format& format, int64_t slot, int64_t head, int64_t sequence) {
     Problem rows = p;
     rows.format = &format;
@@ -99,7 +98,7 @@ uint32_t bounds_of(const Problem& p, const KernelArgs& args) {
   const uint32_t of_one = kBoundsAlignedWeight | kBoundsWordBlocks | kBoundsLongBlocks;
   const bool is_apart = keys_of(p).layout != p.format->layout;
   const uint32_t out = (keys & values) | (is_apart ? (keys | values) & of_one : 0u);
-  return out | (is_aligned ? kBoundsAlignedX : 0u);
+  return out | (p.x_alignment % 16 == 0 ? kBoundsAlignedX : 0u);
 }
 
 // Rows of q of a threadgroup.

@@ -58,14 +58,14 @@ void set_experts(const Problem& p, KernelArgs& a) {
   const ExpertSizes& e = p.experts;
   const bool is_gated = p.op == Op::kExpertUp;
   a.head_stride = or_packed(e.stride, product(a.w_stride, p.n));
-  a.sequence_stride = is_gated ? or_packed(e.stride2, product(a.w2_stride, p.n)) : 0;
   a.heads = u32(e.choices, "choices");
   a.kv_heads = u32(e.experts, "experts");
   a.positions = u32(e.sharing, "choices");
   a.window = u32(product(p.n, is_gated ? 2 : 1), "n");
   a.count = is_gated && e.alternates ? 2 : 1;
-  a.rotated = is_gated ? (e.alternates ? 1 : static_cast<uint32_t>(p.n)) : 0;
   if (is_gated) {
+    a.sequence_stride = or_packed(e.stride2, product(a.w2_stride, p.n));
+    a.rotated = e.alternates ? 1 : static_cast<uint32_t>(p.n);
     a.alpha = e.alpha;
     a.softcap = e.limit;
   }
