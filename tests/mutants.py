@@ -104,7 +104,8 @@ TARGETS = {
     "csrc/plan/plan.cpp": "tests/plan",
     "csrc/plan/passes.cpp": "tests/plan",
     "csrc/plan/matmul/dense.cpp": "tests/plan",
-    "csrc/cpu/matmul.cpp": "test_matmul.py test_expert_ops.py test_layouts.py -k cpu",
+    "csrc/cpu/matmul.cpp": "test_matmul.py test_expert_ops.py test_exact_rows.py test_layouts.py "
+    "-k cpu",
     "csrc/cpu/int8/matmul.cpp": "test_int8.py test_layouts.py -k 'int8 or every_format'",
     "csrc/cpu/attention/matrix.cpp": "test_attention.py test_pages.py test_layouts.py "
     "-k 'cpu and (attention or pages) or every_op'",
