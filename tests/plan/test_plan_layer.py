@@ -70,6 +70,7 @@ from torch_metalmm import _C, formats
         ({"op": "ssm_scan", "k": 8, "ssm": {"groups": 2}}, "heads: 1; must be a multiple of the 2"),
         ({"op": "gated_delta", "strategy": "rope"}, "strategy: rope does not compute gated_delta"),
         ({"op": "route", "k": 33, "n": 64}, "k: 33; must be 1 to 32, of 64 experts"),
+        ({"op": "route", "k": 32, "n": 64, "route": {"shared": True}}, "k: 32; must be 1 to 31"),
         ({"op": "route", "k": 4, "route": {"groups": 3}}, "groups: 3; .* divide the 8 experts"),
         ({"op": "route", "k": 4, "route": {"kept_groups": 2}}, "kept_groups: 2; .* the 1 groups"),
         (
@@ -126,6 +127,14 @@ def test_rows_of_recurrent_ops(op: str, sizes: dict[str, Any], values: int, head
     """Those of x hold q, k and v, or x, b and c, of all heads."""
     (one,) = _C.plan(op, m=3, n=12, k=4, chip="m1", **{"conv": {"width": 3}} | sizes)["passes"]
     assert (one["args"]["x_stride"], one["args"]["x2_stride"]) == (values, heads)
+
+
+@pytest.mark.parametrize(("apart", "heads"), [(False, 8), (True, 6)])
+def test_rows_of_rope_append(apart: bool, heads: int) -> None:
+    """Those of x hold q and k, and v where it does not lie apart."""
+    rope = {"heads": 4, "kv_heads": 2, "v_apart": apart}
+    (one,) = _C.plan("rope_append", n=8, k=32, format="q8_0", chip="m1", rope=rope)["passes"]
+    assert (one["args"]["x_stride"], one["args"]["x2_stride"]) == (heads * 32, 2 * 32)
 
 
 def test_a_norm_does_not_split_k() -> None:
