@@ -17,6 +17,7 @@ import torch
 from backends import ONE_OF_EACH, Backend
 from forked import forked
 from inputs import activations, random_weight
+from op_calls import op_calls
 from oracle import DTYPES, FORMATS, check, spec
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
