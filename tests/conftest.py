@@ -59,8 +59,8 @@ def pytest_configure(config: pytest.Config) -> None:
 def pytest_collection_finish(session: pytest.Session) -> None:
     """Modules and cases stay until the end: a collection of garbage visits them no more.
 
-    Python visits all others once a quarter as many are new. Without these that is soon, and the
-    threshold makes it later.
+    Python visits all others once a quarter as many are new, which without modules and cases is
+    soon; the threshold makes it later.
     """
     gc.freeze()
     gc.set_threshold(5000)

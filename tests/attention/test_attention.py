@@ -56,6 +56,17 @@ def test_every_strategy_computes_the_same(way: str, backend: Backend) -> None:
             attend(c, backend, way)
 
 
+@pytest.mark.parametrize("queries", [1, 20])
+def test_slots_that_are_one(queries: int, backend: Backend) -> None:
+    """A cache whose rows have no distance, which weights of any kind sum up to its row."""
+    row = activations(1, 64, dtype=torch.float16, seed="v")
+    q = activations(queries, 64, dtype=torch.float16, seed="q").view(1, 1, queries, 64)
+    rows = backend.put_view(row.expand(1, 1, 70, 64))
+    y = ops.attention(backend.put(q), rows, rows, "f16", "f16", backend.put(torch.tensor(70)))
+    unit = torch.finfo(torch.float16).eps / 2
+    assert (y.cpu()[0, :, 0] - row).abs().le(2 * unit * row.abs()).all()
+
+
 def test_keys_of_f16_between_the_words_of_values(backend: Backend) -> None:
     """Rows of keys begin at multiples of 2 bytes, those of values at multiples of 4."""
     cache = layer((1, 1, 70, 64), 65, ("f16", "f32"))

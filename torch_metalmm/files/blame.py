@@ -9,8 +9,8 @@ from contextlib import contextmanager
 import torch
 
 _OF_MACHINE = (ImportError, MemoryError, OSError, torch.OutOfMemoryError, torch.AcceleratorError)
-# RuntimeErrors of torch: memory of MPS is full, a device has no such op. That of the CPU's
-# allocator is not among them: it has memory for all but a size that contents name.
+# RuntimeErrors of torch: memory of MPS is full, a device has no such op. The CPU's allocator says
+# other words, and is not among them: it fails where contents name a huge size.
 _WORDS = ("out of memory", "Could not run '")
 
 

@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
 import os
-import re
-from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -14,8 +11,6 @@ from .blame import blaming
 from .owned import CONFIG, packed_weights
 
 QUANT_METHOD = "metalmm"  # what config.json calls the packing, among transformers' methods
-_BESIDE = "beside"  # in its quantization_config
-_BELOW = re.compile(r"\w[\w.-]*(/\w[\w.-]*)?")  # nothing hidden, nothing outside the folder
 
 
 def is_packed(folder: str | os.PathLike[str]) -> bool:
@@ -66,36 +61,6 @@ def check_dense(path: Path) -> None:
 def _quant_method(values: dict[str, Any]) -> Any:
     quant = values.get("quantization_config")
     return quant.get("quant_method") if isinstance(quant, dict) else None
-
-
-def recorded_beside(path: Path) -> dict[str, str]:
-    """{name: SHA-256} of the files in the folder of a packed model that were saved with it.
-
-    By its own record; what others have changed since is not among them.
-    """
-    if not is_packed(path):
-        return {}
-    told = read_config(path)["quantization_config"].get(_BESIDE)
-    named = {str(n): digest for n, digest in told.items()} if isinstance(told, dict) else {}
-    found = {n: digest for n, digest in named.items() if _BELOW.fullmatch(n)}
-    return {n: d for n, d in found.items() if (path / n).is_file() and _digest(path / n) == d}
-
-
-def record_beside(path: Path, files: Mapping[str, str], names: Iterable[str]) -> None:
-    """Let config.json of a packed model name files of an earlier record and these in its folder."""
-    if found := {**files, **{name: _digest(path / name) for name in names}}:
-        values = read_config(path)
-        values["quantization_config"][_BESIDE] = found
-        text = json.dumps(values, indent=2, sort_keys=True) + "\n"
-        (path / CONFIG).write_text(text, encoding="utf-8")
-
-
-def _digest(file: Path) -> str:
-    found = hashlib.sha256()
-    with open(file, "rb") as opened:
-        while part := opened.read(1 << 20):
-            found.update(part)
-    return found.hexdigest()
 
 
 def read_tokenizer(path: Path) -> Any:

@@ -59,7 +59,7 @@ def staged(target: Path, obsolete: Callable[[set[str]], set[str]]) -> Iterator[P
             work.chmod(stat.S_IMODE(target.stat().st_mode))  # others read through it meanwhile
             (work / "new").mkdir()
             yield work / "new"
-            names = names_below(work / "new")
+            names = _names(work / "new")
             _check_places(target, names)
             _switch(target, work, sorted(names | obsolete(names)))
         finally:
@@ -143,7 +143,7 @@ def _sweep(parent: Path) -> None:
 def _settle(target: Path) -> None:
     _sweep(target)
     for work in target.glob(f"{_PREFIX}*"):
-        names = sorted(names_below(work / "new") | names_below(work / "old"))
+        names = sorted(_names(work / "new") | _names(work / "old"))
         for name in names:
             place = target / name
             if place.is_symlink() and os.readlink(place) == _link(target, work, name):
@@ -198,7 +198,7 @@ def _keep(file: Path, kept: Path) -> None:
         shutil.copy2(file, kept)
 
 
-def names_below(folder: Path) -> set[str]:
+def _names(folder: Path) -> set[str]:
     """The files below the folder, links included."""
     files = (f for f in folder.rglob("*") if f.is_symlink() or not f.is_dir())
     return {str(f.relative_to(folder)) for f in files}

@@ -50,8 +50,7 @@ class MetalMMConfig(QuantizationConfigMixin):
     In config.json of a stored model, modules has the exact name and format of every packed layer
     and stack of experts (gate_proj and up_proj where a file had these apart), None for a dense one
     that the model's config ties to a packed one, and input_order the names of those that gather
-    their input (see QuantLinear). beside has the files that were saved with the
-    model, {name: SHA-256}.
+    their input (see QuantLinear).
     ValueError: an unknown format or key, a value of the wrong type, nothing to pack.
     """
 
@@ -63,7 +62,6 @@ class MetalMMConfig(QuantizationConfigMixin):
         input_order: Iterable[str] = (),
         activations: str | Mapping[str, str | None] | None = None,
         importance: str | os.PathLike[str] | None = None,
-        beside: Mapping[str, str] | None = None,
         **other: Any,
     ) -> None:
         method = other.pop("quant_method", QUANT_METHOD)
@@ -72,7 +70,7 @@ class MetalMMConfig(QuantizationConfigMixin):
         if other:
             raise ValueError(
                 f"unknown keys {sorted(other)}; there are format, modules, skip, input_order, "
-                "activations, importance, beside"
+                "activations, importance"
             )
         self.quant_method = _Method.METALMM  # type: ignore[assignment]  # theirs has no plug-ins
         self.format = None if format is None else _format("format", format)
@@ -80,9 +78,6 @@ class MetalMMConfig(QuantizationConfigMixin):
         self.skip = _names("skip", [skip] if isinstance(skip, str) else skip)
         self.input_order = _names("input_order", input_order)
         self.activations = _activations(activations)
-        if not isinstance(beside, Mapping | None):
-            raise ValueError(f"beside must be {{file: SHA-256}}, got {type(beside).__name__}")
-        self.beside = dict(beside or {})
         if not isinstance(importance, str | os.PathLike | None):
             raise ValueError(f"importance must be a path, got {type(importance).__name__}")
         self.importance = None if importance is None else os.fspath(importance)

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import os
 import shutil
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -18,9 +18,9 @@ import torch
 
 from ..extras import HF, require
 from ..files.blame import blaming
-from ..files.folder import check_packed, is_packed, read_tokenizer, record_beside
+from ..files.folder import check_packed, is_packed, read_tokenizer
 from ..files.owned import obsolete_tokenizer, obsolete_weights
-from ..files.staging import names_below, staged
+from ..files.staging import staged
 from ..files.untrusted import load_config
 from ..models.finite import check_finite
 from ..models.shard.gather import on_whole
@@ -34,9 +34,7 @@ def save_packed(model: Any, tokenizer: Any, folder: str | os.PathLike[str], **op
     """Write a transformers model with packed layers, and its tokenizer unless that is None.
 
     All files change at once (see files/staging.py): a save that fails or is killed leaves the model
-    that was there. Weights of an earlier save are removed; so are the files that it wrote beside
-    them, unless this model was loaded from the folder, and tokenizer files where there is a
-    tokenizer. Other files stay.
+    that was there. Weights and tokenizer files of an earlier save are removed, other files stay.
     options go to the model's save_pretrained (max_shard_size). Every rank of a sharded model calls
     this, and rank 0 writes the bytes of the model as it was before shard_.
     ValueError: the model has no packed layer or is not transformers'. OSError: the folder cannot be
@@ -54,30 +52,30 @@ def save_beside(
     tokenizer: Any,
     folder: str | os.PathLike[str],
     files: Mapping[str, Path],
+    stale: Collection[str] = (),
     **options: Any,
 ) -> None:
     """As save_packed, of a model that is not sharded; files, {name in the folder: file}, are copied
-    with it, and go with it when another model is saved there."""
+    with it. stale: files of the model that was there, which go with it."""
     from .config import stored_config
-    from .save import check_save, kept_beside
+    from .save import check_save
 
     if stored_config(model) is None:
         raise ValueError("model has no packed layer; call quantize_ first")
     target, weights = check_save(model, folder)
-    stay, go = kept_beside(model, target)
-    old = obsolete_weights(weights, options.get("variant")) | go
-    if tokenizer is not None:
-        old |= obsolete_tokenizer(target)
 
-    with staged(target, lambda _: old) as staging:
+    def obsolete(names: set[str]) -> set[str]:
+        old = obsolete_weights(weights, options.get("variant"))
+        old |= {name for name in stale if name not in files and (target / name).is_file()}
+        return old if tokenizer is None else old | obsolete_tokenizer(target)
+
+    with staged(target, obsolete) as staging:
         model.save_pretrained(staging, **options)
-        own = names_below(staging)
         if tokenizer is not None:
             tokenizer.save_pretrained(staging)
         for name, file in files.items():
             (staging / name).parent.mkdir(exist_ok=True)
             shutil.copyfile(file, staging / name)
-        record_beside(staging, stay, names_below(staging) - own)
 
 
 def load_packed(

@@ -15,7 +15,7 @@ from typing import Any
 
 from transformers.modeling_utils import PreTrainedModel
 
-from ..files.folder import record_beside, recorded_beside, replaceable_weights
+from ..files.folder import replaceable_weights
 from ..files.owned import obsolete_weights, prepare_folder
 from ..files.staging import is_staging, staged
 from ..models.experts import homes
@@ -43,16 +43,6 @@ def check_save(model: Any, folder: str | os.PathLike[str]) -> tuple[Path, set[st
     _check_layers(model)
     target = prepare_folder(folder, replaceable_weights)
     return target, replaceable_weights(target) or set()
-
-
-def kept_beside(model: Any, target: Path) -> tuple[dict[str, str], set[str]]:
-    """(recorded_beside() that stay, the names of those that go with the model that they came with).
-
-    They stay where the model was loaded from the folder: they are its own.
-    """
-    files, source = recorded_beside(target), str(model.name_or_path)
-    is_own = os.path.isdir(source) and target.samefile(source)
-    return (files, set()) if is_own else ({}, {*files})
 
 
 def _check_layers(model: Any) -> None:
@@ -119,11 +109,8 @@ def _save_pretrained(
     attach(self)
     if given.get("push_to_hub"):  # it names the repository after the folder
         options.setdefault("repo_id", target.resolve().name)
-    stay, go = kept_beside(self, target)
-    old = obsolete_weights(weights, given.get("variant")) | go
-    with staged(target, lambda _: old) as staging:
+    with staged(target, lambda names: obsolete_weights(weights, given.get("variant"))) as staging:
         _save(self, staging, *args, **options)
-        record_beside(staging, stay, ())
 
 
 PreTrainedModel.save_pretrained = _save_pretrained  # type: ignore[method-assign]

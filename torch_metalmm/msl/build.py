@@ -305,7 +305,9 @@ def _host_libraries() -> list[str]:
     if not (maps_file := Path("/proc/self/maps")).exists():
         return []
     maps = maps_file.read_text()
-    return sorted(set(re.findall(r"/\S*/(?:libc|libm|ld-linux[\w-]*)\.so\.\d$", maps, re.M)))
+    columns = r"^(?:\S+ +){5}"  # addresses, rights, offset, device, inode
+    found = re.findall(columns + r"(/.*/(?:libc|libm|ld-linux[\w-]*)\.so\.\d)$", maps, re.M)
+    return sorted(set(found))
 
 
 def _link(library: Path, text: str, checked: bool, more: Sequence[str] = ()) -> None:
@@ -316,9 +318,9 @@ def _link(library: Path, text: str, checked: bool, more: Sequence[str] = ()) -> 
         to = ("-shared", "-o", str(linked), *objects)
         libraries = _host_libraries()
         done = zig("ld.lld", "-z", "defs", *to, *libraries) if libraries else None
-        # Where a function of clang's own library is called, which zig compiles in 20 s.
         if done is None or done.returncode:
-            # Without the second, zig first builds a library for sanitizers.
+            # With clang's own library, which zig compiles in 20 s. Without -fno-sanitize=all, zig
+            # first builds a library for sanitizers.
             done = zig("cc", "-g1", "-fno-sanitize=all", *to, "-lm", "-lpthread")
         if done.returncode:
             raise BuildError(done.stderr)

@@ -36,7 +36,6 @@ class Mixture:
     experts: Any
     shared: GatedMLP | None = None
     gate: Any = None
-    joined: bool = field(default=False, repr=False)  # by join(): again, wherever tensors move
     _key: tuple[int, ...] = field(default=(), compare=False, repr=False)  # addresses, of
     _stacked: bool = field(default=False, compare=False, repr=False)
     _whole: Tensor | None = field(default=None, compare=False, repr=False)
@@ -142,30 +141,20 @@ class Mixture:
     def stacks(self) -> dict[str, Tensor] | None:
         """The stacks of the experts with the shared one behind them, where it lies there.
 
-        A copy of a joined one, or one that was moved, is joined first. Views of this call: kept,
-        they would hold the memory of weights that were replaced.
+        Views of this call: kept, they would hold the memory of weights that were replaced.
         """
         if torch.compiler.is_compiling() or self.shared is None:
             return None
         parts, layers = self.parts(), self.shared.layers()
-        if _addresses(self.tensors(parts)) != self._key:
-            if self.joined:
-                join(self)
-                parts = self.parts()
-            self._stacked = all(map(_is_stack, parts.values()))
-            self._key = _addresses(self.tensors(parts))
+        held = [t for of in parts.values() for t in of]
+        key = tuple(at for t in held for at in (t.data_ptr(), t.untyped_storage().data_ptr()))
+        if key != self._key:
+            self._key, self._stacked = key, all(map(_is_stack, parts.values()))
         own = self.experts.activations
         alike = all(m.activations == own and m._parameters["bias"] is None for m in layers)
         if not (self._stacked and alike):
             return None
         return {n: _stack(experts) for n, (experts, *_) in parts.items()}
-
-    def tensors(self, parts: dict[str, tuple[Tensor, ...]]) -> list[Tensor]:
-        """What join() moves."""
-        held = [t for of in parts.values() for t in of]
-        if self.gate is not None:
-            held += (tensor_of(self.router.module, self.router.weight)[1], self._row()[0])
-        return held
 
     def parts(self) -> dict[str, tuple[Tensor, ...]]:
         """{stack: (the experts', the shared one's)}; gate and up of this may be two."""
@@ -177,22 +166,17 @@ class Mixture:
         return {s: (experts._parameters[s], *of[s]) for s in experts.formats}
 
 
+@torch.inference_mode(False)
+@torch.no_grad()
 def join(r: Mixture) -> None:
     """Let the shared expert lie behind the others, where it is one of their kind: a copy.
 
     Its gate lies behind the router, where both are of one kind: route reads them as one.
     Names and shapes of all tensors stay: they are parts of one stack then.
     """
-    r.joined = True
-    if r.shared is None or r.router.top_k > _MOST:
+    e, mlp = r.experts, r.shared
+    if mlp is None or r.router.top_k > _MOST:
         return
-    modes = {t.is_inference() for t in r.tensors(r.parts())}
-    if len(modes) == 1:  # a parameter takes memory of its own mode
-        with torch.inference_mode(modes.pop()), torch.no_grad():
-            _join(r, r.experts, r.shared)
-
-
-def _join(r: Mixture, e: Any, mlp: GatedMLP) -> None:
     if r.gate is not None:
         _join_rows(*tensor_of(r.router.module, r.router.weight), r.gate)
     if not e.is_gated or mlp.roles.up is None:
@@ -220,11 +204,6 @@ def _join_rows(router: nn.Module, table: Tensor, gate: Any) -> None:
     if kinds[0] == kinds[1]:
         rows = torch.cat([table.detach(), row.detach()])
         table.data, row.data = rows[:-1], rows[-1:]
-
-
-def _addresses(tensors: list[Tensor]) -> tuple[int, ...]:
-    """Of the tensors, and of the memory that they are in."""
-    return tuple(at for t in tensors for at in (t.data_ptr(), t.untyped_storage().data_ptr()))
 
 
 def _is_stack(parts: tuple[Tensor, ...]) -> bool:

@@ -105,7 +105,7 @@ def to_folder(source: Path, output: Path, force: bool, make: Callable[[], tuple[
                     _say_without_head(source, output)
             elif copy_head(source, model.config, head):
                 beside[HEAD_FILE] = head
-            save_beside(model, tokenizer, output, beside)
+            save_beside(model, tokenizer, output, beside, stale={HEAD_FILE})
     except BaseException:
         if is_new:
             with suppress(OSError):  # the folder has files of others meanwhile

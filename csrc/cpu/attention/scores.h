@@ -28,9 +28,12 @@ class CacheRows {
     head_stride_ = dense_.stride(1) * bytes;
     const auto* data = static_cast<const uint8_t*>(dense_.const_data_ptr());
     first_ = make_weight(data, dense_.stride(2) * bytes, format, dim);
+    row_bytes_ = format.row_bytes(dim);
   }
 
   const CodecKernels& kernels() const { return kernels_of(format_); }
+  // At least 1; the distance of rows is another, and perhaps 0.
+  int64_t row_bytes() const { return row_bytes_; }
   // Of one head; of a cache of all sequences, whichever is asked for.
   Weight weight(int64_t batch, int64_t kv_head) const {
     Weight out = first_;
@@ -41,7 +44,7 @@ class CacheRows {
  private:
   at::Tensor dense_;
   const Format& format_;
-  int64_t last_, batch_stride_, head_stride_;
+  int64_t last_, batch_stride_, head_stride_, row_bytes_;
   Weight first_;  // of the first head of the first sequence
 };
 
@@ -50,7 +53,7 @@ struct Span {
   int64_t first, last;
 };
 
-// Lets the lines of `bytes` from p on come. Inlined, since GCC leaves out calls of a function that
+// Prefetches the lines of `bytes` from p on. Inlined, since GCC leaves out calls of a function that
 // does nothing else.
 [[gnu::always_inline]] inline void fetch(const uint8_t* p, int64_t bytes) {
   constexpr int64_t kLineBytes = 64;
@@ -104,9 +107,9 @@ struct Attention {
     }
   }
 
-  // Lets the keys of the page of slot t that are read first come, of the dot kernels' streams a
-  // quarter each: the machine's own prefetching ends with a page. One query, 2048 slots, pages in
-  // random order, cold: q8_0 465 -> 438 us, f16 600 -> 580; nothing with 1024 bytes of each.
+  // Prefetches the first keys of the page of slot t, in the four streams of the dot kernels: the
+  // machine's own prefetching ends with a page. One query, 2048 slots, pages in random order,
+  // cold: q8_0 465 -> 438 us, f16 600 -> 580; nothing with 1024 bytes of each.
   [[gnu::always_inline]] void fetch_keys(int64_t b, int64_t kv_head, int64_t t) const {
     constexpr int64_t kStreams = 4, kBytes = 256;
     if (pages.empty() || t >= lengths[b]) return;
@@ -118,20 +121,20 @@ struct Attention {
   }
 
   // n rows of keys or values of a sequence from slot t on as f32 [n, stride], zero beyond the
-  // values of a row. Rows are fetched kAheadBytes ahead, also of the page behind: one query, 2048
-  // slots of f16 without pages 605 -> 560 us, q8_0 430 -> 405 (Xeon with AVX-512).
+  // values of a row. Rows are prefetched kAheadBytes ahead, also those of the next page: one query,
+  // 2048 slots of f16 without pages 605 -> 560 us, q8_0 430 -> 405 (Xeon with AVX-512).
   void decode(const CacheRows& rows, int64_t b, int64_t kv_head, int64_t t, int64_t n,
               int64_t stride, float* out) const {
     constexpr int64_t kAheadBytes = 2048;
     const DecodeKernel kernel = rows.kernels().decode;
     const Weight weight = rows.weight(b, kv_head);
     const int64_t* own = pages.empty() ? nullptr : pages.data() + b * (pages.size() / batch);
-    const int64_t ahead = kAheadBytes / weight.row_stride + 1;
+    const int64_t bytes = rows.row_bytes(), ahead = kAheadBytes / bytes + 1;
     const auto place = [&](int64_t slot) {
       return own ? own[slot / kPageSlots] * kPageSlots + slot % kPageSlots : slot;
     };
     for (int64_t i = t; i < t + n; ++i, out += stride) {
-      if (i + ahead < lengths[b]) fetch(weight.row(place(i + ahead)), weight.row_stride);
+      if (i + ahead < lengths[b]) fetch(weight.row(place(i + ahead)), bytes);
       kernel(weight, place(i), 0, dim, out);
       std::fill(out + dim, out + stride, 0.f);
     }

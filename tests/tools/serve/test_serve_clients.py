@@ -280,7 +280,7 @@ def test_ollama_generates(ollama: Any, smol: Served) -> None:
 def test_fields_of_ollama_that_change_nothing(ollama: Any, smol: Served) -> None:
     """Hints, and values that say what is so without them."""
     hints = {"num_ctx": 64, "num_gpu": 1, "use_mmap": False, "mirostat_tau": 5.0, "num_thread": 2}
-    same = {"mirostat": 0, "repeat_last_n": -1, "typical_p": 1.0, "tfs_z": 1, "top_k": 0}
+    same = {"mirostat": 0.0, "repeat_last_n": 64, "typical_p": 1.0, "tfs_z": 1, "top_k": 0}
     options = {"temperature": 0, "penalize_newline": True, "seed": -1} | hints | same
     assert ollama_chat(ollama, options=options, keep_alive="5m").message.content == ANSWER
     body = {"messages": [ASKED], "options": {"temperature": 0}, "stream": False}
@@ -340,7 +340,7 @@ def test_what_generate_refuses(smol: Served, fields: dict[str, Any], named: str)
     (
         ({"options": {"mirostat": 1}}, "mirostat"),
         ({"options": {"typical_p": 0.5}}, "typical_p"),
-        ({"options": {"repeat_last_n": 64}}, "repeat_last_n"),
+        ({"options": {"repeat_last_n": 64, "repeat_penalty": 1.1}}, "repeat_last_n"),
         ({"options": {"temperature": 3}}, "options: temperature: 3.0; must be"),
         ({"format": {"type": "no"}}, "format: "),
         ({"top_logprobs": 2}, "top_logprobs: only with logprobs"),
@@ -350,6 +350,8 @@ def test_what_generate_refuses(smol: Served, fields: dict[str, Any], named: str)
         ({"messages": [{"role": "user", "content": "a", "images": ["aaaa"]}]}, "images"),
         ({"messages": [{"role": "assistant", "tool_calls": [{}]}]}, "messages"),
         ({"messages": 1}, "messages"),
+        ({"messages": ""}, "messages"),
+        ({"messages": [{"role": "user", "content": "a", "images": {}}]}, "images must be a list"),
         ({"tools": [{}]}, "tools"),
         ({"think": "deeply"}, "think"),
         ({"raw": True}, "raw"),

@@ -94,15 +94,21 @@ class HybridProcessor(TensorProcessor):
         return super().process(weights, name, **kwargs)  # type: ignore[no-untyped-call]
 
     def restored(self, value: np.ndarray, name: str) -> np.ndarray | None:
-        """What process() makes this vector of, of the numbers near it; None: of itself."""
+        """The vector from which process() makes `value`; None: it makes `value` from itself.
+
+        ValueError: an ssm_a whose exponential is not finite, or 0.
+        """
         if name.endswith(".ssm_d"):
             return value.reshape(-1, 1)
         if ".ssm_norm." in name:
             return value.reshape(self.config["mamba_n_groups"], -1)
         if not name.endswith(".ssm_a"):
             return None
-        found = np.exp(value)
-        for end in (0, np.inf):  # where rounding of both is not that of neither
+        with np.errstate(over="ignore"):
+            found = np.exp(value)
+        if (bad := value[~(np.isfinite(found) & (found > 0))]).size:
+            raise ValueError(f"{name}: exp({bad[0]}) is not a positive f32")
+        for end in (0, np.inf):  # rounded twice, log(exp(value)) may be a neighbour of value
             other = np.nextafter(found, np.float32(end))
             found = np.where((np.log(found) != value) & (np.log(other) == value), other, found)
         return -found.reshape(-1, 1)

@@ -48,7 +48,8 @@ def fuse_(model: nn.Module, mlp_form: str | None = None, cache: str | None = Non
     formats are equal: their bytes move into one tensor. Layers are merged where nothing in their
     parent's forward can write the input between the calls, and where that forward, run on two rows
     of random numbers, gives the same before and after.
-    Copies, files of torch.save and what `.to()` moves or converts stay fused.
+    Move or copy a model before: behind `.to()` or deepcopy a mixture's shared expert no longer lies
+    behind the others, and takes ops of its own.
 
     state_dict keeps its names and bytes, so the model is saved as before; results differ by
     rounding. Layers with adapters, hooks, shared or trained tensors stay as they are; a merged

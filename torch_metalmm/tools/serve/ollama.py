@@ -33,7 +33,7 @@ _HINTS = {
 # penalties are for all tokens.
 _DEFAULTS: dict[str, tuple[Any, ...]] = {
     **{"top_k": (0,), "seed": (-1,), "num_predict": (-1, -2), "repeat_last_n": (-1,)},
-    **{"mirostat": (0,), "penalize_newline": (True,)},
+    **{"mirostat": (0, 0.0, False), "penalize_newline": (True,)},
     **dict.fromkeys(("typical_p", "tfs_z"), (1, 1.0)),
 }
 _Made = TypeVar("_Made", Chat, Completion)
@@ -46,7 +46,7 @@ class _Asked(Request):
         **dict.fromkeys(("reasoning_effort", "chat_template_kwargs"), "think"),
         **{"response_format": "format", "images": "messages"},
     }
-    texts: ClassVar[tuple[str, ...]]  # the fields that ask for a text
+    texts: ClassVar[dict[str, Any]]  # the fields that ask for a text, and what they are without one
     think: bool | str | None = None
     format: Any = None
     options: dict[str, Any] | None = None
@@ -56,7 +56,7 @@ class _Asked(Request):
 
     def is_load(self) -> bool:
         """Whether a client asks for no text, but for the model in memory."""
-        return all(getattr(self, name) in (None, "", []) for name in self.texts)
+        return all(getattr(self, name) in (None, empty) for name, empty in self.texts.items())
 
     def _chat(self, messages: list[Object], tools: Any = None) -> Chat:
         thinks = self.think if isinstance(self.think, bool) else None
@@ -88,7 +88,10 @@ class _Asked(Request):
 
     def _sampling(self) -> Object:
         found: Object = {}
-        for name, value in (self.options or {}).items():
+        options = dict(self.options or {})
+        if options.get("repeat_penalty") in (None, 1):
+            options.pop("repeat_last_n", None)  # tokens for which nothing is multiplied by 1
+        for name, value in options.items():
             if name in _HINTS:
                 warn_once(f"options: {name}: ignored, as it changes no answer")
             elif value is None or _is_default(name, value):
@@ -102,7 +105,7 @@ class _Asked(Request):
 
 @dataclass(kw_only=True)
 class OllamaChat(_Asked):
-    texts = ("messages",)
+    texts = {"messages": []}
     messages: Any = None
     tools: Any = None
 
@@ -114,7 +117,7 @@ class OllamaChat(_Asked):
 @dataclass(kw_only=True)
 class OllamaGenerate(_Asked):
     names = _Asked.names | {"messages": "prompt", "images": "images"}
-    texts = ("prompt", "suffix", "images")
+    texts = {"prompt": "", "suffix": "", "images": []}
     prompt: str = ""
     suffix: str | None = None
     system: str | None = None
@@ -157,7 +160,7 @@ def _translated(messages: list[Object]) -> Iterator[Object]:
     waiting: list[Object] = []  # calls whose results are to come
     for place, message in enumerate(messages):
         told: Object = {"role": message.get("role"), "content": message.get("content", "")}
-        if message.get("images"):
+        if message.get("images") not in (None, []):
             told["content"] = [*_parts(message)]
         if message.get("thinking"):
             told["reasoning_content"] = message["thinking"]
