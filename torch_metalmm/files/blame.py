@@ -6,9 +6,6 @@ import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-import torch
-
-_OF_MACHINE = (ImportError, MemoryError, OSError, torch.OutOfMemoryError, torch.AcceleratorError)
 # RuntimeErrors of torch: memory of MPS is full, a device has no such op. The CPU's allocator says
 # other words, and is not among them: it fails where contents name a huge size.
 _WORDS = ("out of memory", "Could not run '")
@@ -16,8 +13,11 @@ _WORDS = ("out of memory", "Could not run '")
 
 def of_machine(error: Exception) -> bool:
     """Whether contents are not to blame: a package, a file, memory or a device is missing."""
+    import torch  # here: commands that only print import none
+
+    of_torch = (torch.OutOfMemoryError, torch.AcceleratorError)
     said = isinstance(error, RuntimeError) and any(words in str(error) for words in _WORDS)
-    return said or isinstance(error, _OF_MACHINE)
+    return said or isinstance(error, (ImportError, MemoryError, OSError, *of_torch))
 
 
 @contextmanager
