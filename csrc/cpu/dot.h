@@ -48,7 +48,7 @@ struct Stream {
 // last_row read the last row and are not stored.
 template <class Kernel, int kRows, int kM>
 MM_INLINE void run_passes(const DotArgs& a) {
-  const int64_t n_rows = a.last_row - a.first_row, passes = (n_rows + kRows - 1) / kRows;
+  const int64_t n_rows = a.last_row - a.first_row, passes = ceil_div(n_rows, kRows);
   for (int64_t i = 0; i < passes; ++i) {
     const uint8_t* p[kRows];
     for (int r = 0; r < kRows; ++r) {

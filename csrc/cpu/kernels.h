@@ -6,12 +6,9 @@
 
 #include "metal/geometry.h"
 #include "plan/format.h"
+#include "plan/round.h"
 
 namespace metalmm::cpu {
-
-constexpr int64_t round_up(int64_t n, int64_t multiple) {
-  return (n + multiple - 1) / multiple * multiple;
-}
 
 // f32 of every f16. Filled when the library is loaded, by code for the baseline instruction set.
 extern const float* const half_table;

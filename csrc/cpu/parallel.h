@@ -8,10 +8,9 @@
 #include <dispatch/dispatch.h>
 #endif
 
-namespace metalmm::cpu {
+#include "plan/round.h"
 
-// How many ranges of `size` cover n.
-constexpr int64_t ceil_div(int64_t n, int64_t size) { return (n + size - 1) / size; }
+namespace metalmm::cpu {
 
 // f(first, last) for disjoint ranges of at least `grain` that cover [begin, end).
 template <class F>

@@ -8,6 +8,7 @@
 #include <string>
 
 #include "plan.h"
+#include "round.h"
 
 namespace metalmm {
 
@@ -189,9 +190,6 @@ uint32_t u32(int64_t v, const char* what);
 constexpr int64_t or_packed(int64_t stride, int64_t packed) {
   return stride == kPacked ? packed : stride;
 }
-
-// a is not negative.
-constexpr int64_t ceil_div(int64_t a, int64_t b) { return a / b + (a % b != 0); }
 
 // Throws std::invalid_argument where the product does not fit 64 bits.
 int64_t product(int64_t a, int64_t b);

@@ -58,7 +58,10 @@ def test_every_strategy_computes_the_same(way: str, backend: Backend) -> None:
 
 @pytest.mark.parametrize("queries", [1, 20])
 def test_slots_that_are_one(queries: int, backend: Backend) -> None:
-    """A cache whose rows have no distance, which weights of any kind sum up to its row."""
+    """A cache whose rows have no distance, which weights of any kind sum up to its row.
+
+    Halves are rounded when they are stored, and as weights of tiles.
+    """
     row = activations(1, 64, dtype=torch.float16, seed="v")
     q = activations(queries, 64, dtype=torch.float16, seed="q").view(1, 1, queries, 64)
     rows = backend.put_view(row.expand(1, 1, 70, 64))

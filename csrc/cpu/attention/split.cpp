@@ -86,7 +86,7 @@ struct Split {
     };
     if (x.rows <= kMaxDotRows) {
       a.each_run(b, span, [&](Span run, int64_t place) {
-        if (run.last < span.last) a.fetch_keys(b, head % a.kv_heads, run.last);
+        if (run.last < span.last) a.prefetch_keys(b, head % a.kv_heads, run.last);
         multiply(a.keys.kernels(), keys, {place, place + run.last - run.first},
                  s + run.first - span.first);
       });

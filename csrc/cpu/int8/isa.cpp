@@ -137,7 +137,7 @@ struct Int8Gemv {
   }
 
   static void run(const int8::GemvArgs& g) {
-    const int64_t n_rows = g.last_row - g.first_row, passes = (n_rows + kRows - 1) / kRows;
+    const int64_t n_rows = g.last_row - g.first_row, passes = ceil_div(n_rows, kRows);
     for (int64_t i = 0; i < passes; ++i) {
       const uint8_t* p[kRows];
       for (int r = 0; r < kRows; ++r) {

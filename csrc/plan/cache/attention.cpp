@@ -113,7 +113,7 @@ uint32_t bytes_of(StrategyId strategy, const Problem& p) {
                         ? AttentionTileGeometry::threadgroup_bytes(p.dtype == DType::kF16)
                         : AttentionSplitGeometry::threadgroup_bytes(
                               static_cast<int>(p.k), static_cast<int>(rows_of(strategy, p)));
-  return static_cast<uint32_t>(ceil_div(bytes, 16) * 16);
+  return static_cast<uint32_t>(round_up(bytes, 16));
 }
 
 Pass pass_of(StrategyId strategy, const Problem& p, int64_t parts) {

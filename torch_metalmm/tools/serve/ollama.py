@@ -60,8 +60,10 @@ class _Asked(Request):
 
     def _chat(self, messages: list[Object], tools: Any = None) -> Chat:
         thinks = self.think if isinstance(self.think, bool) else None
+        with naming(self.names):
+            translated = [*_translated(messages)]
         own = {
-            "messages": [*_translated(messages)],
+            "messages": translated,
             "tools": tools,
             "reasoning_effort": self.think if isinstance(self.think, str) else None,
             "chat_template_kwargs": None if thinks is None else {"enable_thinking": thinks},
@@ -141,8 +143,7 @@ class OllamaGenerate(_Asked):
             return self._made(Completion, own)
         said = [{"role": "system", "content": self.system}] if self.system else []
         user = {"role": "user", "content": self.prompt, "images": self.images}
-        with naming({"messages": "images"}):
-            return self._chat([*said, user])
+        return self._chat([*said, user])
 
 
 @dataclass(kw_only=True)
@@ -182,7 +183,7 @@ def _parts(message: Object) -> Iterator[Object]:
     """The images, which have no places in the text, and the text."""
     images = message["images"]
     if not isinstance(images, list) or not all(isinstance(image, str) for image in images):
-        raise wrong("messages", "images must be a list of images in base64")
+        raise wrong("images", "images must be a list of images in base64")
     for image in images:
         yield {"type": "image_url", "image_url": f"data:image;base64,{image}"}
     if message.get("content"):
