@@ -39,7 +39,10 @@ SECONDS = 900  # seconds for the tests of one mutant: a mutant that hangs is not
 
 _EMULATED = "-k 'emulator and not descending'"
 _REPLAYS = "test_replay.py test_replay_faults.py"
-_PLANS = ("check", "route", "matmul/experts", "cache/append", "cache/attention", "cache/sdpa")
+_PLANS = (
+    *("plan", "passes", "check", "route", "recurrent", "matmul/dense", "matmul/experts"),
+    *("cache/append", "cache/attention", "cache/sdpa"),
+)
 
 # {file to mutate: the tests that shall notice, in whatever room they are, and pytest's choice among
 # them}. Checks, loaders, savers, the plan, the CPU kernels, the shaders.
@@ -101,9 +104,6 @@ TARGETS = {
     "csrc/ops/checks.cpp": "test_errors.py test_ops.py test_layouts.py "
     "-k '(cpu or meta or 64_bits) and not (of_x or independent or buffer)'",
     "csrc/python/guard.cpp": f"{_REPLAYS} -k 'change or seen or freed'",
-    "csrc/plan/plan.cpp": "tests/plan",
-    "csrc/plan/passes.cpp": "tests/plan",
-    "csrc/plan/matmul/dense.cpp": "tests/plan",
     "csrc/cpu/matmul.cpp": "test_matmul.py test_expert_ops.py test_exact_rows.py test_layouts.py "
     "-k cpu",
     "csrc/cpu/int8/matmul.cpp": "test_int8.py test_layouts.py -k 'int8 or every_format'",
@@ -121,7 +121,6 @@ TARGETS = {
     "metal/layer/lane_sums.h": "test_recurrent.py test_ssm_scan.py test_recurrent_states.py "
     f"{_EMULATED}",
     "csrc/ops/composed_recurrent.cpp": "test_layer_gradients.py -k 'cpu and recurrent'",
-    "csrc/plan/recurrent.cpp": "tests/plan",
     "metal/formats/block32.h": "test_exact.py test_shader_widths.py test_subnormal_codes.py "
     "-k '(emulator or every_width or form) and not descending and "
     "(gemv or form) and (q4_0 or q4_1 or q5_0 or q5_1 or q8_0 or other_form)'",
