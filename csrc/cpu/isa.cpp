@@ -10,6 +10,9 @@
 #include "dot.h"
 #include "kernels.h"
 #include "steps/dot.h"
+#if (defined(__AVX2__) && !defined(__AVX512F__)) || (defined(__aarch64__) && !defined(MM_SCALAR))
+#include "steps/bytes.h"
+#endif
 
 namespace metalmm::cpu::MM_ISA {
 
@@ -130,6 +133,14 @@ constexpr StepKernels step_kernels(Indices<i...>) {
             kStepFloats<Codec>,
             {StepDot<Codec, step_rows(kDotRows[i]), kDotRows[i]>::run...},
             arrange<Codec>};
+  }
+#elif defined(__AVX2__) || defined(MM_NEON)
+  if constexpr (Integers<Codec>::kKind.sub > 0) {
+    using S = ByteSteps<Codec>;
+    return {Codec::kBlockValues,
+            S::kFloats,
+            {ByteDot<Codec, byte_rows(kDotRows[i]), kDotRows[i]>::run...},
+            arrange_bytes<Codec>};
   }
 #endif
   return {};

@@ -20,7 +20,7 @@ struct Integers {
 };
 
 MM_INLINE float half_value(const uint8_t* p) {
-#if defined(__AVX512F__)
+#if defined(__AVX2__)
   return half_table[load_as<uint16_t>(p)];
 #else
   return half_to_float(p);
