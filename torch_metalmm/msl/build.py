@@ -53,6 +53,8 @@ _CODE += ["-finstrument-function-entry-bare", "-Wno-everything"]
 _CODE += [f"-Wframe-larger-than={1 << 20}", "-Werror=frame-larger-than"]
 # The search for the places of variables, a tenth of a compilation, of which no debugger asks.
 _CODE += ["-mllvm", "-experimental-debug-variable-locations=false"]
+# Loops that metal/ unrolls stay loops, which halves a compilation; no result depends on it.
+_CODE += ["-mllvm", "-pragma-unroll-threshold=1", "-mllvm", "-pragma-unroll-full-max-iterations=1"]
 _CODE += ["-fno-plt"]  # a stub of the linker has no line, and belongs to no section of ours
 # What a checked library calls before each access, and where an alignment or an index is wrong.
 _CHECKS = ["-DMM_CHECKED", "-fsanitize=kernel-address"]
