@@ -1,6 +1,7 @@
 """The shaders as PTX, without a GPU: they compile, and are what the CUDA launcher expects.
 
-Each file of one format, and each format by one file; all with METALMM_TEST_CASES=all.
+Each file for each dtype of x, of formats in turn, so that each occurs; all with
+METALMM_TEST_CASES=all.
 """
 
 from __future__ import annotations
@@ -8,7 +9,7 @@ from __future__ import annotations
 import re
 import shutil
 import subprocess
-from collections import defaultdict
+from collections import Counter, defaultdict
 from pathlib import Path
 
 import pytest
@@ -16,7 +17,7 @@ from backends import CASES
 
 from torch_metalmm import _C
 from torch_metalmm.msl import ptx
-from torch_metalmm.msl.kernels import Shader, shader_of
+from torch_metalmm.msl.kernels import Shader, alone, shader_of
 
 N_CONSTANTS = 7  # those of abi.h, and whether the grid is one row
 NAMED = ("gemv_q4_0_f16", "gemv_affine4_f16", "gemv_batched_q4_0_f16", "dot_f32")
@@ -25,16 +26,22 @@ NAMED += ("gemm_q4_k_f16", "gemv_large_k_iq4_xs_bf16")
 
 def chosen() -> dict[Shader, list[str]]:
     """{shader: its kernels}."""
-    shaders, groups = defaultdict(list), defaultdict(list)
-    for kernel in _C.kernel_names():
-        shaders[shader_of(kernel)].append(kernel)
-    if CASES == "all":
-        return shaders
-    for shader in shaders:
-        groups[shader.file].append(shader)
-        groups[shader.format].append(shader)
-    some = {group[i % len(group)] for i, group in enumerate(groups.values())}
-    return {shader: shaders[shader] for shader in some.union(map(shader_of, NAMED))}
+    every = _C.kernel_names()
+    of_file = defaultdict(list)  # and a dtype
+    for kernel in every:
+        of_file[shader_of(kernel).file, alone(kernel).dtype].append(kernel)
+    some, turns = {*NAMED}, Counter[int]()
+    for kernels in of_file.values():
+        some.add(kernels[turns[len(kernels)] % len(kernels)])
+        turns[len(kernels)] += 1
+    shaders = defaultdict(list)
+    for kernel in every:
+        whole = shader_of(kernel)
+        if CASES == "all" or not whole.format:
+            shaders[whole].append(kernel)
+        elif kernel in some:
+            shaders[alone(kernel)].append(kernel)
+    return shaders
 
 
 @pytest.fixture(scope="module")

@@ -24,7 +24,7 @@ class Shader:
 
     @property
     def name(self) -> str:
-        return "_".join(filter(None, (self.file.stem, self.format)))
+        return "_".join(filter(None, (self.file.stem, self.format, self.dtype)))
 
     @property
     def text(self) -> str:
