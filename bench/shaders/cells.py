@@ -17,6 +17,7 @@ import operator
 import os
 import re
 import tempfile
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -24,6 +25,7 @@ from typing import Any
 
 from torch_metalmm import _C
 from torch_metalmm.msl.build import CACHE, LANGUAGE, ROOT, BuildError, digest, zig
+from torch_metalmm.msl.kernels import structs_of
 from torch_metalmm.tools import cost_model
 
 from ..tables import Table, replace_block, to_markdown
@@ -84,8 +86,8 @@ _KERNEL = """#define MM_COUNTED(name, Struct) \\
   extern "C" __attribute__((used)) constant uint weights_##name = \\
       metalmm::Struct::Pieces::kValues * metalmm::{rows};
 #define MM_FORMAT(name, Struct) MM_COUNTED(name, Struct)
-#include "formats/each.h"
 """
+_EACH = '#include "formats/each.h"\n'
 
 
 @dataclass(frozen=True)
@@ -148,21 +150,23 @@ def compile_text(text: str, **changed: int) -> str:
     return clang(ir, *_IR, *FLAGS)
 
 
-def source(strategy: str, dtype: str) -> str:
-    """The text that instantiates a strategy for every format."""
+def source(strategy: str, dtype: str, only: Sequence[str] = ()) -> str:
+    """The text that instantiates a strategy for every format, or for those."""
     header, struct, rows, arguments = STRATEGIES[strategy]
     includes = f'#include "kernels/{header}.h"\n#include "entry.h"\n#include "formats/all.h"\n'
     kernel = _KERNEL.format(
         strategy=strategy, dtype=dtype, type=DTYPES[dtype], struct=struct, rows=rows,
         arguments=arguments,
     )  # fmt: skip
-    return "#include <metal_stdlib>\n" + includes + kernel
+    structs = structs_of()
+    each = "".join(f"MM_FORMAT({name}, {structs[name]})\n" for name in only)
+    return "#include <metal_stdlib>\n" + includes + kernel + (each or _EACH)
 
 
 @functools.cache
-def count(strategy: str, dtype: str) -> list[Cell]:
-    """The cells of a strategy and a dtype of x, by format, in the order of formats.def."""
-    text = compile_text(source(strategy, dtype))
+def count(strategy: str, dtype: str, only: tuple[str, ...] = ()) -> list[Cell]:
+    """The cells of a strategy and a dtype of x for every format, or for those."""
+    text = compile_text(source(strategy, dtype, only))
     functions = ptx.functions(text)
     out = []
     for name, weights in re.findall(r"\bweights_(\w+) = (\d+);", text):

@@ -7,7 +7,12 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 METAL = Path(__file__).resolve().parents[2] / "metal"
-_STRUCT = re.compile(r"^MM_\w+ *\((\w+), *(\w+)", re.M)
+
+
+def structs_of(metal: Path = METAL) -> dict[str, str]:
+    """{name of formats.def: its decode struct}."""
+    rows = re.findall(r"^MM_\w+ *\((\w+), *(\w+)", (metal / "formats.def").read_text(), re.M)
+    return dict(rows)
 
 
 @dataclass(frozen=True)
@@ -41,7 +46,7 @@ def shader_of(kernel: str, metal: Path = METAL) -> Shader:
         raise ValueError(f"kernel {kernel!r}: no file of {metal / 'library'} begins its name")
     file = max(files, key=lambda f: len(f.stem))
     name = kernel.removeprefix(f"{file.stem}_").rpartition("_")[0]
-    structs = dict(_STRUCT.findall((metal / "formats.def").read_text()))
+    structs = structs_of(metal)
     return Shader(file, name, structs[name]) if name in structs else Shader(file)
 
 
