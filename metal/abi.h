@@ -47,7 +47,7 @@ struct KernelArgs {
   MM_U32 heads, kv_heads, rotated, positions;
   MM_U32 window;      // attention: slots that a query sees, its own included; biases of an expert
   float alpha, beta;  // attention: of a score; of a gate; alpha of swiglu_oai
-  float softcap;      // and the limit of gate and up of experts
+  float softcap;      // of attention and of an epilogue; the limit of gate and up of experts
   float eps, offset;  // of a norm: rsqrt(mean of x^2 + eps) * x * (offset + weight)
 };
 
@@ -142,7 +142,9 @@ enum EpilogueBits : MM_U32 {
   kEpilogueNorm = 16,        // x is normalised: acc is multiplied by rsqrt(mean of x^2 + eps)
   kEpilogueNormWeight = 32,  // and x by a weight,
   kEpilogueNormOffset = 64,  // to which an offset is added
-  kEpilogueActivation = 128  // times an Activation: the highest bits, of a kernel that has one
+  kEpilogueFactors = 128,    // bias multiplies; not beside kEpilogueBias
+  kEpilogueSoftcap = 256,    // c tanh(y / c) of y
+  kEpilogueActivation = 512  // times an Activation: the highest bits, of a kernel that has one
 };
 
 // Of expert_up and expert_down, beside kEpilogueBias and an Activation.

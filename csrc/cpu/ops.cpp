@@ -30,13 +30,14 @@ at::Tensor as_f32_rows(const at::Tensor& x) { return as_rows(x, at::kFloat); }
 
 // x Wᵀ of gemv and gemm, scaled.
 template <class Args>
-at::Tensor scaled_matmul(const Args& a) {
+at::Tensor scaled_matmul(const Args& a, double softcap = 0) {
   const PackedWeight w = packed(a.weight, check(a));
   at::Tensor y = matmul(as_rows(a.x, a.x.scalar_type()), w.rows, w.format, a.x.scalar_type(),
                         find_strategy(a.strategy));
-  if (a.alpha != 1 || a.beta != 0) y = y.to(at::kFloat);
+  if (a.alpha != 1 || a.beta != 0 || softcap != 0) y = y.to(at::kFloat);
   if (a.alpha != 1) y.mul_(a.alpha);
   if (a.beta != 0) y.add_(a.c->to(at::kFloat).view_as(y), a.beta);
+  if (softcap != 0) y = composed::soft_cap(y, softcap);
   return like_input(std::move(y), a.x);
 }
 
@@ -56,6 +57,7 @@ at::Tensor norm_linear(const args::norm_linear& a) {
   const Activations rounding = check_activations(a.activations, a.x);
   const at::Tensor rows = normalized(as_f32_rows(a.x), a.norm_weight, a.eps, a.offset);
   at::Tensor y = matmul(rows, w.rows, w.format, a.x.scalar_type(), std::nullopt, rounding);
+  if (a.factors.has_value()) y = y.to(at::kFloat).mul_(a.factors->to(at::kFloat));
   return finish(std::move(y), a.bias, a.residual, a.x);
 }
 
@@ -107,7 +109,7 @@ at::Tensor swiglu_linear(const args::swiglu_linear& a) {
 }
 
 at::Tensor gemv(const args::gemv& a) { return scaled_matmul(a); }
-at::Tensor gemm(const args::gemm& a) { return scaled_matmul(a); }
+at::Tensor gemm(const args::gemm& a) { return scaled_matmul(a, a.softcap); }
 
 at::Tensor dequantize(const args::dequantize& a) {
   const at::ScalarType type = check_dtype(a.dtype);

@@ -1,5 +1,6 @@
 #include "ops.h"
 
+#include <type_traits>
 #include <vector>
 
 #include "operands.h"
@@ -27,6 +28,7 @@ at::Tensor decode(const Engine& e, const PackedWeight& w, int64_t first, int64_t
 struct Addends {
   const OptionalTensor& bias;
   const OptionalTensor& residual;
+  bool bias_multiplies = false;
 };
 
 // y of the rows of x; of their norm, where there is one, of K > 0 values.
@@ -40,6 +42,7 @@ at::Tensor linear_of_rows(const Engine& e, const at::Tensor& x, at::Tensor rows,
   if (norm) normalise(e, p, o, *norm);
   o[kSlotWeight] = aligned_rows(w);
   o[kSlotBias] = addend(addends.bias, dtype);
+  p.bias_multiplies = addends.bias_multiplies;
   o[kSlotC] = residual_rows(addends.residual, dtype, p);
   o[kSlotY] = at::empty({rows.size(0), w.rows.size(0)}, rows.options());
   run(e, p, o, strategy);
@@ -59,6 +62,7 @@ at::Tensor scaled_matmul(const Engine& e, const Args& a) {
   Problem p = problem(Op::kLinear, o[kSlotX], w);
   p.alpha = static_cast<float>(a.alpha);
   p.beta = static_cast<float>(a.beta);
+  if constexpr (std::is_same_v<Args, args::gemm>) p.softcap = static_cast<float>(a.softcap);
   run(e, p, o, find_strategy(a.strategy, a.x));
   return like_input(o[kSlotY], a.x);
 }
@@ -77,8 +81,11 @@ at::Tensor norm_linear(const Engine& e, const args::norm_linear& a) {
   const PackedWeight w = packed(a.weight, check(a));
   check_activations(a.activations, a.x);
   const Norm norm{a.norm_weight, a.eps, a.offset};
-  const at::Tensor rows = as_rows(a.x, common_dtype(a.x, {a.norm_weight, a.bias, a.residual}));
-  return linear_of_rows(e, a.x, rows, w, {a.bias, a.residual}, w.k ? &norm : nullptr, std::nullopt);
+  const bool has_factors = a.factors.has_value();
+  const Addends addends{has_factors ? a.factors : a.bias, a.residual, has_factors};
+  const at::ScalarType dtype = common_dtype(a.x, {a.norm_weight, addends.bias, a.residual});
+  return linear_of_rows(e, a.x, as_rows(a.x, dtype), w, addends, w.k ? &norm : nullptr,
+                        std::nullopt);
 }
 
 at::Tensor linear_input_grad(const Engine& e, const args::linear_input_grad& a) {

@@ -162,14 +162,24 @@ Tensor recorded(const args::linear& a) { return record<Linear>(a); }
 Tensor recorded(const args::linear_input_grad& a) { return record<InputGrad>(a); }
 Tensor recorded(const args::swiglu_linear& a) { return record<SwiGLULinear>(a); }
 Tensor recorded(const args::gemv& a) { return record<Scaled<args::gemv, gemv_at>>(a); }
-Tensor recorded(const args::gemm& a) { return record<Scaled<args::gemm, gemm_at>>(a); }
+Tensor recorded(const args::gemm& a) {
+  if (a.softcap == 0) return record<Scaled<args::gemm, gemm_at>>(a);
+  const Tensor y =
+      call(args::gemm{a.x.to(at::kFloat), a.weight, a.format, a.c, a.alpha, a.beta, a.strategy, 0});
+  return stored(composed::soft_cap(y, a.softcap), a.x.scalar_type());
+}
 
 // The norm is an op of its own, whose result is f32.
 Tensor recorded(const args::norm_linear& a) {
   check(a);
-  return call(args::linear{composed::rms_norm(a.x, a.norm_weight, a.eps, a.offset), a.weight,
-                           a.bias, a.format, std::nullopt, a.residual, a.activations})
-      .to(a.x.scalar_type());
+  const OptionalTensor none;
+  const bool has_factors = a.factors.has_value();
+  Tensor y =
+      call(args::linear{composed::rms_norm(a.x, a.norm_weight, a.eps, a.offset), a.weight, a.bias,
+                        a.format, std::nullopt, has_factors ? none : a.residual, a.activations});
+  if (has_factors) y = y * a.factors->to(at::kFloat);
+  if (has_factors && a.residual.has_value()) y = y + *a.residual;
+  return y.to(a.x.scalar_type());
 }
 
 Tensor recorded(const args::swiglu& a) {

@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <cmath>
 #include <iterator>
+#include <limits>
 #include <vector>
 
 #include "dtypes.h"
@@ -63,6 +64,13 @@ void check_activation_dtype(const char* name, const at::Tensor& t) {
 void check_f32(const char* name, double number) {
   TORCH_CHECK_VALUE(std::isfinite(static_cast<float>(number)), name, ": ", number,
                     "; must be finite as f32");
+}
+
+void check_softcap(double softcap) {
+  check_f32("softcap", softcap);
+  TORCH_CHECK_VALUE(softcap == 0 || softcap >= std::numeric_limits<float>::min(),
+                    "softcap: ", softcap,
+                    "; must be a normal number of f32 above 0, or 0 for none");
 }
 
 bool is_dense(const Format& f, at::ScalarType t) {
@@ -163,7 +171,11 @@ WeightShape check(const args::linear& a) { return check_product(a); }
 
 WeightShape check(const args::norm_linear& a) {
   check_norm("norm_weight", a.x, a.norm_weight, a.eps, a.offset);
-  return check_product(a);
+  const WeightShape w = check_product(a);
+  check_addend("factors", a.factors, {w.n}, a.x);
+  TORCH_CHECK_VALUE(!a.factors.has_value() || !a.bias.has_value(),
+                    "factors: given with bias; allowed: one of both");
+  return w;
 }
 
 void check(const args::rms_norm& a) {
@@ -256,7 +268,10 @@ DownShape check(const args::swiglu_linear& a) {
 }
 
 WeightShape check(const args::gemv& a) { return check_scaled(a, 1); }
-WeightShape check(const args::gemm& a) { return check_scaled(a, 2); }
+WeightShape check(const args::gemm& a) {
+  check_softcap(a.softcap);
+  return check_scaled(a, 2);
+}
 
 WeightShape check(const args::dequantize& a) {
   const Size k = resolve_in_features(a.weight, a.format, a.in_features);

@@ -119,6 +119,7 @@ void check_addend(const char* name, const OptionalTensor& t, c10::SymIntArrayRef
                   const at::Tensor& x);
 // The numbers of a call are doubles, which engines take as f32.
 void check_f32(const char* name, double number);
+void check_softcap(double softcap);
 void check_k(const char* name, const Format& f, const c10::SymInt& k);
 void check_device(const char* name, const at::Tensor& t, const at::Tensor& x);
 // Whether rows of values of this type are rows of the format as they are.

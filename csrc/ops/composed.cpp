@@ -52,19 +52,27 @@ at::Tensor activated(const at::Tensor& gate, Activation activation) {
 // over one by one, with other bits.
 constexpr int64_t kVectorValues = 64, kValuesOfThread = 32768;
 
+// f(x), of rows that are to be exact one by one.
+template <class Function>
+at::Tensor by_rows(const at::Tensor& x, const Function& f) {
+  if (!exact_rows() || !x.is_cpu()) return f(x);
+  const int64_t columns = x.dim() ? x.size(-1) : 1;
+  const int64_t count = columns ? x.numel() / columns : 0;
+  const bool may_differ = columns % kVectorValues || x.numel() > kValuesOfThread;
+  if (!may_differ || !are_exact(count)) return f(x);
+  std::vector<at::Tensor> rows;
+  for (const at::Tensor& row : x.reshape({-1, columns}).split(1)) rows.push_back(f(row));
+  return at::cat(rows).view(x.sizes());
+}
+
 }  // namespace
 
 at::Tensor activate(const at::Tensor& gate, Activation activation) {
-  if (!exact_rows() || !gate.is_cpu()) return activated(gate, activation);
-  const int64_t columns = gate.dim() ? gate.size(-1) : 1;
-  const int64_t count = columns ? gate.numel() / columns : 0;
-  const bool may_differ = columns % kVectorValues || gate.numel() > kValuesOfThread;
-  if (!may_differ || !are_exact(count)) return activated(gate, activation);
-  std::vector<at::Tensor> rows;
-  for (const at::Tensor& row : gate.reshape({-1, columns}).split(1)) {
-    rows.push_back(activated(row, activation));
-  }
-  return at::cat(rows).view(gate.sizes());
+  return by_rows(gate, [=](const at::Tensor& rows) { return activated(rows, activation); });
+}
+
+at::Tensor soft_cap(const at::Tensor& y, double cap) {
+  return by_rows(y, [=](const at::Tensor& rows) { return (rows / cap).tanh() * cap; });
 }
 
 at::Tensor slope(const at::Tensor& gate, Activation activation) {

@@ -12,6 +12,9 @@ namespace metalmm::composed {
 
 at::Tensor activate(const at::Tensor& gate, Activation activation);
 
+// cap tanh(y / cap)
+at::Tensor soft_cap(const at::Tensor& y, double cap);
+
 // The derivative of the activation at gate, f32.
 at::Tensor slope(const at::Tensor& gate, Activation activation);
 

@@ -104,6 +104,10 @@ void check(const Problem& p) {
   if (p.op == Op::kHadamard && p.n % kHadamardValues != 0) {
     reject("n: " + str(p.n) + "; hadamard takes a multiple of " + str(kHadamardValues));
   }
+  if (p.bias_multiplies && (p.op != Op::kLinear || !p.has_bias)) {
+    reject("bias_multiplies: of linear with a bias, not of " + op);
+  }
+  if (p.softcap != 0 && p.op != Op::kLinear) reject("softcap: of linear, not of " + op);
   if (p.beta != 0 && !p.has_c) reject("c: missing, but beta is not 0");
   if (p.op == Op::kExpertDown && p.has_c && p.beta != 1) {
     reject("beta: " + std::to_string(p.beta) + "; expert_down adds c as it is: 1");
@@ -113,8 +117,8 @@ void check(const Problem& p) {
   }
   if (p.has_norm_weight && !p.has_norm && !is_norm) reject("norm: a weight, but no norm");
   if (p.y_f32 && ((p.op != Op::kLinear && p.op != Op::kExpertTiles) || p.has_bias || p.has_c ||
-                  p.alpha != 1)) {
-    reject("y_f32: only of linear and expert_tiles without bias, c and alpha");
+                  p.alpha != 1 || p.softcap != 0)) {
+    reject("y_f32: only of linear and expert_tiles without bias, c, alpha and softcap");
   }
   if (p.y_f32 && p.y_stride != kPacked && p.y_stride != p.n) {
     reject("y_f32: rows of y follow each other; y_stride " + str(p.y_stride));

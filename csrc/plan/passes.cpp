@@ -114,7 +114,9 @@ std::array<uint32_t, 3> grid_of(StrategyId strategy, const Problem& p, int64_t p
 
 // What joins the result.
 uint32_t addends_of(const Problem& p) {
-  return (p.has_bias ? kEpilogueBias : 0u) | (p.has_c && p.beta != 0 ? kEpilogueC : 0u) |
+  const uint32_t joins = p.bias_multiplies ? kEpilogueFactors : kEpilogueBias;
+  return (p.has_bias ? joins : 0u) | (p.softcap != 0 ? kEpilogueSoftcap : 0u) |
+         (p.has_c && p.beta != 0 ? kEpilogueC : 0u) |
          (p.alpha != 1 && p.op != Op::kSwigluUp ? kEpilogueAlpha : 0u);
 }
 
@@ -146,6 +148,7 @@ KernelArgs args_of(const Problem& p, const Parts& parts) {
   a.count = u32(count_of(p), "count");
   a.alpha = p.alpha;
   a.beta = p.beta;
+  a.softcap = p.softcap;
   a.eps = p.eps;
   a.offset = p.offset;
   if (p.op == Op::kRmsNorm) a.heads = u32(p.norm_rows, "norm_rows");

@@ -1,7 +1,7 @@
 // Which kernels compute a problem on a GPU, decided as values: a pure function of the problem, the
 // machine and, if wanted, the strategy. No torch, no Metal, nothing read from this machine.
 //
-//   y[M, N] = alpha * x[M, K] W[N, K]^T + bias[N] + beta * c[M, N]
+//   y[M, N] = alpha * x[M, K] W[N, K]^T + bias[N] + beta * c[M, N], or * bias[N]
 //
 // x may be normalised: rsqrt(mean of x^2 + eps) * x * (offset + weight[K]).
 #pragma once
@@ -62,6 +62,7 @@ struct Problem {
   // of rms_norm; both weights.
   int64_t x_alignment = 16, w_alignment = 16;
   bool has_bias = false, has_c = false;
+  bool bias_multiplies = false;  // of linear, before c is added
   // x of linear and of swiglu_up is normalised, by the vector strategies only; rms_norm and
   // add_rms_norm do nothing else.
   bool has_norm = false, has_norm_weight = false, has_gate = false;
@@ -71,7 +72,9 @@ struct Problem {
 #define MM_SIZES(Struct, name, fields) Struct name;
 #include "sizes.def"
   float alpha = 1, beta = 0;  // c is not read when beta is 0
-  // linear and expert_tiles without bias, c and alpha: y is f32 [M, N], not rounded to dtype.
+  float softcap = 0;          // of linear: y is softcap tanh(y / softcap), 0: as it is
+  // linear and expert_tiles without bias, c, alpha and softcap: y is f32 [M, N], not rounded to
+  // dtype.
   bool y_f32 = false;
   bool rounded = false;  // act_mul
   // linear, the halves of SwiGLU, attention: each of up to kBatchPerPass rows of x, or queries, has

@@ -68,6 +68,8 @@ inline Problem read_problem(const std::string& op, const py::dict& given) {
       {"c", &P::has_c},
       {"alpha", &P::alpha},
       {"beta", &P::beta},
+      {"bias_multiplies", &P::bias_multiplies},
+      {"softcap", &P::softcap},
       {"x_stride", &P::x_stride},
       {"x2_stride", &P::x2_stride},
       {"y_stride", &P::y_stride},

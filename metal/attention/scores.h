@@ -4,6 +4,7 @@
 
 #include <metal_simdgroup>
 
+#include "../layer/activation.h"
 #include "../tile/load.h"
 
 namespace metalmm {
@@ -107,19 +108,6 @@ METAL_FUNC Span slots_of_part(constant KernelArgs& args, uint filled, uint part)
   if ((fc_epilogue & kEpiloguePartial) == 0) return {first, last};
   const uint slots = part_slots(last - first);
   return {min(first + part * slots, last), min(first + (part + 1) * slots, last)};
-}
-
-// c tanh(s / c). tanh: below 0.625 an odd polynomial (Cephes tanhf), else 1 - 2 / (e^2x + 1), both
-// within 2 ulp.
-METAL_FUNC float soft_cap(float s, float c) {
-  const float x = s / c, size = abs(x), z = x * x;
-  float p = fma(-5.70498872745e-3f, z, 2.06390887954e-2f);
-  p = fma(p, z, -5.37397155531e-2f);
-  p = fma(p, z, 1.33314422036e-1f);
-  p = fma(p, z, -3.33332819422e-1f);
-  const float small = fma(p * z, x, x);
-  const float large = copysign(1.0f - 2.0f / (exp(2.0f * (size > 20.0f ? 20.0f : size)) + 1.0f), x);
-  return c * (size < 0.625f ? small : large);
 }
 
 // What becomes of the products of a row of q with keys.

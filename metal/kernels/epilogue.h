@@ -1,7 +1,8 @@
-// The end of every matmul: y = alpha * acc + bias + beta * c in f32, rounded once.
+// The end of every matmul: y = alpha * acc + bias + beta * c, or alpha * acc * bias + beta * c, in
+// f32, soft-capped where asked, rounded once.
 #pragma once
 
-#include "../entry.h"
+#include "../layer/activation.h"
 
 namespace metalmm {
 
@@ -18,7 +19,9 @@ METAL_FUNC void store_result(Result<T> result, constant KernelArgs& args, uint p
   const long at = (long)m * args.y_stride + n;
   if (fc_epilogue & kEpilogueAlpha) acc *= args.alpha;
   if (fc_epilogue & kEpilogueBias) acc += float(result.bias[n]);
+  if (fc_epilogue & kEpilogueFactors) acc *= float(result.bias[n]);
   if (fc_epilogue & kEpilogueC) acc = fma(args.beta, float(result.c[at]), acc);
+  if (fc_epilogue & kEpilogueSoftcap) acc = soft_cap(acc, args.softcap);
   result.y[at] = T(acc);
 }
 

@@ -145,6 +145,7 @@ CASES = {
     "gemv of a matrix": Case(gemv(x=lambda t: t.x), "x", r"\[3, 64\]", "1 dim"),
     "gemm of a vector": Case(gemm(x=lambda t: t.x[0]), "x", r"\[64\]", "2 dim"),
     "gemm of 3-D": Case(gemm(x=lambda t: t.x[None]), "x", r"\[1, 3, 64\]", "2 dim"),
+    "gemm softcap": Case(gemm(softcap=-2.0), "softcap", "-2", "above 0"),
     "gemm strategy": Case(gemm(strategy="x"), "strategy", "'x'", "gemv"),
     # swiglu, swiglu_linear
     "gate_weight": Case(swiglu(gate_weight=lambda t: t.w[:, 1:]), "gate_weight", "35", "36"),

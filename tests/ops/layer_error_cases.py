@@ -168,6 +168,10 @@ LAYER_CASES = {
     "norm weight dtype": Case(
         norm(norm_weight=lambda t: t.x[0].int()), "norm_weight", "int|Int", "float32"
     ),
+    "factors": Case(norm(factors=lambda t: t.bias[1:]), "factors", r"\[4\]", r"\[5\]"),
+    "factors and bias": Case(
+        norm(factors=lambda t: t.bias, bias=lambda t: t.bias), "factors", "bias", "one of both"
+    ),
     "eps": Case(norm(eps=-1e-5), "eps", "-1e-05", "0 or more"),
     "eps NaN": Case(norm(eps=float("nan")), "eps", "nan", "finite"),
     "eps beyond f32": Case(norm(eps=1e300), "eps", "1e\\+300", "finite as f32"),

@@ -49,6 +49,9 @@ def op_calls(dtype: torch.dtype) -> dict[str, Good]:
             "linear, residual": good(ops.linear, x, w, bias, "q4_0", None, c),
             "norm_linear": good(ops.norm_linear, x, None, 1e-5, 0.0, w, None, "q4_0"),
             "norm_linear, all": good(ops.norm_linear, x, x[0], 1e-5, 1.0, w, bias, "q4_0", c),
+            "norm_linear, factors": good(
+                ops.norm_linear, x, x[0], 1e-5, 1.0, w, None, "q4_0", c, factors=bias
+            ),
             "swiglu, norm": good(ops.swiglu, x, w, w, "q4_0", "q4_0", "gelu", x[0], 1e-5, 1.0),
             "swiglu_linear, all": good(
                 ops.swiglu_linear, x, x.flip(0), w, bias, "q4_0", "gelu_tanh", c
@@ -90,6 +93,7 @@ def op_calls(dtype: torch.dtype) -> dict[str, Good]:
             "gemv, c": good(ops.gemv, x[0], w, "q4_0", c[0], -0.5, 2.0, "gemv"),
             "gemm": good(ops.gemm, x, w, "q4_0"),
             "gemm, c": good(ops.gemm, x, w, "q4_0", c, 3.0, -1.5),
+            "gemm, softcap": good(ops.gemm, x, w, "q4_0", c, 3.0, -1.5, softcap=2.5),
             "dequantize": good(ops.dequantize, w, "q4_0"),
             "dequantize, dtype": good(ops.dequantize, w, "q4_0", k, dtype=dtype),
             "dequantize, dense": good(ops.dequantize, dense, "f32", dtype=dtype),

@@ -128,6 +128,9 @@ def test_norm_linear(name: str, dtype: torch.dtype, backend: Backend) -> None:
         assert y.dtype == dtype
         want = product + Value.of(bias) + Value.of(residual)
         check(y, want.store(dtype), f"{name} M={m} with addends")
+        y = ops.norm_linear(*args, None, name, backend.put(residual), factors=backend.put(bias))
+        want = product * Value.of(bias) + Value.of(residual)
+        check(y, want.store(dtype), f"{name} M={m} with factors")
 
 
 @pytest.mark.formats

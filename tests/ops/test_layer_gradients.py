@@ -76,6 +76,18 @@ def test_norm_linear(backend: Backend) -> None:
         backend,
     )
     same_gradients(
+        lambda x, g, f, r: ops.norm_linear(x, g, EPS, 1.0, w, None, "q4_0", r, factors=f),
+        lambda x, g, f, r: (norm64(x, g, 1.0) @ dense.T) * f + r,
+        inputs,
+        backend,
+    )
+    same_gradients(
+        lambda x, c: ops.gemm(x, w, "q4_0", c, 0.5, 1.0, softcap=3.0),
+        lambda x, c: 3 * torch.tanh((0.5 * x @ dense.T + c) / 3),
+        [inputs[0][0], inputs[3][0]],
+        backend,
+    )
+    same_gradients(
         lambda x, b, r: ops.linear(x, w, b, "q4_0", None, r),
         lambda x, b, r: x @ dense.T + b + r,
         [inputs[0], *inputs[2:]],

@@ -109,7 +109,11 @@ def test_gemm_and_gemv(
             y = ops.gemm(backend.put(x), w, *args)
             assert y.dtype == dtype
             check(y, want, f"{name} M={m} {alpha} {beta}")
+            y = ops.gemm(backend.put(x), w, *args, softcap=2.5)
+            want = (product + Value.of(c) * beta).soft_cap(2.5)
+            check(y, want.store(dtype), f"{name} M={m} {alpha} {beta} capped")
             if m == 1:
+                y = ops.gemm(backend.put(x), w, *args)
                 row = ops.gemv(backend.put(x[0]), w, name, backend.put(c[0]), *args[2:])
                 assert torch.equal(row, y[0])
 

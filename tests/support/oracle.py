@@ -80,6 +80,7 @@ STORE = {
 # more where it is x times a sigmoid.
 SILU_ROUNDINGS = 5
 SILU_SLOPE = 1.1  # the largest |silu'| is 1.0998
+CAP_ROUNDINGS = 8  # in c tanh(x / c), where tanh is within 2 ulp
 SLOPE_SLOPE = 0.5  # the largest |silu''|, at 0
 
 
@@ -165,6 +166,11 @@ class Value:
         """x sigmoid(x)."""
         exact = torch.nn.functional.silu(self.exact)
         return Value(exact, SILU_SLOPE * self.error).rounded(SILU_ROUNDINGS)
+
+    def soft_cap(self, cap: float) -> Value:
+        """cap tanh(x / cap), whose slope is at most 1."""
+        exact = torch.tanh(self.exact / cap) * cap
+        return Value(exact, self.error).rounded(CAP_ROUNDINGS)
 
     def silu_slope(self) -> Value:
         """s (1 + x (1 - s)), s = sigmoid(x).

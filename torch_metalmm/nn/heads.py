@@ -187,15 +187,22 @@ def projected(
     """What the projections give for pre(x). row: that, where the layer has it, scaled."""
     if row is not None:
         return r.arranged([row])
-    return r.arranged(r.scaled([projection(ops, pre, x, layer) for layer in r.projections]))
+    each = zip(r.projections, r.factors_of(x, r.projections), strict=True)
+    return r.arranged([projection(ops, pre, x, layer, factors) for layer, factors in each])
 
 
-def projection(ops: Ops, pre: Norm | None, x: Tensor, layer: Any) -> Tensor:
+def projection(ops: Ops, pre: Norm | None, x: Tensor, layer: Any, factors: Tensor | None) -> Tensor:
+    """What the layer gives for pre(x), times the factors."""
     if isinstance(layer, LinearPart):
         weight, bias = layer.weight, layer.bias
     else:
         weight, bias = layer._parameters["weight"], layer._parameters["bias"]
-    return normed(ops, pre, x, weight, layer.format, bias)
+    if factors is not None and pre is not None and bias is None:
+        given = (pre.weight(), pre.eps, pre.offset, weight, None, layer.format)
+        y: Tensor = ops.norm_linear(x, *given, factors=factors)
+        return y
+    y = normed(ops, pre, x, weight, layer.format, bias)
+    return y if factors is None else y * factors
 
 
 def _norms(r: Heads, x: Tensor) -> dict[str, Any]:

@@ -188,7 +188,8 @@ class FusedLayer(StandIn):
         if isinstance(core, Beside):
             rows: Any = (None,) * len(core.parts)
             if core.projection is not None:
-                [row] = core.scaled([projection(ops, norm, x, core.projection)])
+                [factors] = core.factors_of(x, (core.projection,))
+                row = projection(ops, norm, x, core.projection, factors)
                 rows = torch.split(row, list(core.sizes), -1)
             for part, row in zip(core.parts, rows, strict=True):
                 h = self._branch(ops, part, x, kwargs, held, h, row)

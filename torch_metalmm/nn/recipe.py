@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from importlib import import_module
 from typing import Any
@@ -98,15 +98,14 @@ class _Ordered:
     order: Tensor | None
     factors: Tensor | None
 
-    def scaled(self, parts: list[Tensor]) -> list[Tensor]:
-        """The projections' results times `factors`."""
-        x, factors = parts[0], self.factors
+    def factors_of(self, x: Tensor, layers: tuple[Any, ...]) -> Sequence[Tensor | None]:
+        """What the layers' results for x are multiplied by."""
+        factors = self.factors
         if factors is None:
-            return parts
+            return [None] * len(layers)
         if factors.dtype != x.dtype or factors.device != x.device:
             factors = self.factors = factors.to(x)
-        each = torch.split(factors, [part.shape[-1] for part in parts])
-        return [part * factor for part, factor in zip(parts, each, strict=True)]
+        return torch.split(factors, [layer.weight.shape[0] for layer in layers])
 
     def arranged(self, parts: list[Tensor]) -> list[Tensor]:
         """What is scaled, as one row in `order`, if there is one."""

@@ -3,7 +3,6 @@
 #include <algorithm>
 #include <cmath>
 #include <iterator>
-#include <limits>
 
 #include "metal/geometry.h"
 #include "ops/dtypes.h"
@@ -187,10 +186,7 @@ AttentionShape check(const args::attention& a) {
                       a.sinks->sym_sizes(), "; must be [", out.heads, "]");
   }
   check_f32("scale", a.scale.value_or(1));
-  check_f32("softcap", a.softcap);
-  TORCH_CHECK_VALUE(a.softcap == 0 || a.softcap >= std::numeric_limits<float>::min(),
-                    "softcap: ", a.softcap,
-                    "; must be a normal number of f32 above 0, or 0 for none");
+  check_softcap(a.softcap);
   TORCH_CHECK_VALUE(a.window >= 0, "window: ", a.window, "; at least 1, 0 for none");
   find_way(a);
   return out;

@@ -103,7 +103,7 @@ Plan plan_dense(const Problem& p, const Gpu& gpu, Reason reason) {
   } else {
     reason.add("; W is multiplied as it lies");
   }
-  if (p.has_bias || p.alpha != 1 || (p.has_c && p.beta != 0)) {
+  if (p.has_bias || p.alpha != 1 || p.softcap != 0 || (p.has_c && p.beta != 0)) {
     // Only CUDA's matmul leaves f32 sums of halves, which a result of halves has no room for.
     const bool is_apart = gpu.accelerator == Accelerator::kTensorCores && p.dtype != DType::kF32;
     if (is_apart) {

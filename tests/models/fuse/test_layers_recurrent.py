@@ -129,7 +129,7 @@ ATTEND = ["rope_append", "attention"]  # the product is one with that of the sca
         ),
         ("bamba", [*SCAN, "norm_linear", "swiglu", "linear"], []),
         ("mamba2", [*SCAN, "rms_norm", "linear"], []),
-        ("falcon_h1", [*SCAN, "gemm", *ATTEND, "gemm", "swiglu", "gemm"], ["mul"]),
+        ("falcon_h1", [*SCAN, "gemm", *ATTEND, "gemm", "swiglu", "gemm"], []),
     ],
 )
 def test_ops_of_a_step(kind: str, names: list[str], others: list[str]) -> None:

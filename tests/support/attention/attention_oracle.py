@@ -40,7 +40,6 @@ from torch import Tensor
 
 PARTS = 68  # and what is added or divided once
 EXP_ROUNDINGS = 5
-CAP_ROUNDINGS = 8
 LOWEST = 86.0  # exp(-LOWEST) and what is larger is no subnormal number
 SDPA_EXP_ROUNDINGS = 42
 SDPA_SLOT_ROUNDINGS = 42 / 32
@@ -101,7 +100,7 @@ def scores(q: Tensor, k: Tensor, t: Traits, halved: Halved) -> tuple[Value, Tens
         roundings += SDPA_SCORE_ROUNDINGS
     s = Value(s.exact * scale, s.error * abs(scale)).rounded(roundings)
     if t.softcap:
-        s = Value(torch.tanh(s.exact / t.softcap) * t.softcap, s.error).rounded(CAP_ROUNDINGS)
+        s = s.soft_cap(t.softcap)
     seen = visible(q.shape[2], slots, t).expand(s.exact.shape)
     if t.mask is not None:
         mask = t.mask[..., :slots]
