@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from ...nn.awaiting import Awaiting
 from ...nn.fused import MergedLinear, owner_of
 from ...nn.layer import FusedLayer
 from ...nn.mixture import Mixture, join
@@ -23,6 +24,7 @@ from ..mtp import MtpHead
 from ..routers import fuse_routers
 from .alike import kind_of
 from .confirm import agrees
+from .ends import fuse_ends
 from .heads import growths
 from .merge import merge_projections
 from .norms import as_norm
@@ -62,6 +64,7 @@ def fuse_layers(model: nn.Module, form: str, once: dict[int, str | None]) -> Non
                 _fuse(attention, read, steps, form, once, known)
         tell_forms(top, {step.angles for step in steps.values()})
         _fuse_norms(top)
+        fuse_ends(top)
     for head in (module for module in model.modules() if isinstance(module, MtpHead)):
         for norm in (head.enorm, head.hnorm):
             _detach_parts(norm)
@@ -201,7 +204,7 @@ def _fuse_norms(module: nn.Module) -> None:
 def _detach_parts(model: nn.Module) -> None:
     for module in model.modules():
         owner = owner_of(module)
-        if isinstance(owner, FusedNorm | FusedRotation | FusedRouter):
+        if isinstance(owner, FusedNorm | FusedRotation | FusedRouter | Awaiting):
             owner.detach()
 
 

@@ -93,20 +93,26 @@ def observed(model: Any) -> dict[nn.Module, list[Seen]]:
     The runs, with random tokens: a prompt, one token after it, a prompt at the last positions that
     the model has, three prompts padded on the left, one token after them.
     """
-    cuda = {p.device for p in model.parameters() if p.device.type == "cuda"}
     observer = _Observer()
     try:
-        with ExitStack() as stack:
-            stack.enter_context(torch.inference_mode(False))
-            stack.enter_context(torch.no_grad())
-            stack.enter_context(torch.random.fork_rng(list(cuda)))
-            stack.enter_context(evaluating(model))
-            stack.callback(recall_prompt, forget_prompt(model))
-            stack.enter_context(observer.spying())
+        with quietly(model), observer.spying():
             _run(model, observer)
     except Exception:
         return {}
     return observer.seen
+
+
+@contextmanager
+def quietly(model: Any) -> Iterator[None]:
+    """Inside, the model runs in eval mode and leaves no gradient, random number or prompt."""
+    cuda = {p.device for p in model.parameters() if p.device.type == "cuda"}
+    with ExitStack() as stack:
+        stack.enter_context(torch.inference_mode(False))
+        stack.enter_context(torch.no_grad())
+        stack.enter_context(torch.random.fork_rng(list(cuda)))
+        stack.enter_context(evaluating(model))
+        stack.callback(recall_prompt, forget_prompt(model))
+        yield
 
 
 def _run(model: Any, observer: _Observer) -> None:

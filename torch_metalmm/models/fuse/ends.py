@@ -1,0 +1,51 @@
+"""Which numbers a model applies to what its embedding and its output head give: found by running it
+with results that wait for them."""
+
+from __future__ import annotations
+
+from contextlib import suppress
+from typing import Any
+
+import torch
+
+from ...nn import QuantEmbedding, QuantLinear
+from ...nn.awaiting import Awaiting
+from ...nn.fused import unhooked
+from .confirm import U
+from .observe import quietly
+from .runs import numbers
+
+
+def fuse_ends(model: Any) -> None:
+    """Let a packed embedding and head compute such numbers, too, where both forms agree."""
+    ends = (model.get_input_embeddings(), model.get_output_embeddings())
+    packed = [m for m in ends if type(m) in (QuantEmbedding, QuantLinear) and unhooked(m)]
+    found = [Awaiting(module) for module in packed]
+    if not found:
+        return
+    for each in found:
+        each.attach()
+    with quietly(model):
+        with suppress(Exception):  # it takes something else
+            ids = numbers(model.config.get_text_config().vocab_size, 1, 2)
+            model(input_ids=ids.to(packed[0].weight.device), use_cache=False)
+        for each in found:
+            if not _agrees(each):
+                each.detach()
+
+
+def _agrees(end: Awaiting) -> bool:
+    """Whether something is applied, all of which an op computes."""
+    seen = end.last
+    if seen is None or not seen.steps:
+        return False
+    try:
+        end.expect(seen.steps)
+        want, got = seen.computed(), end.made(seen.x)
+    except (ArithmeticError, ValueError):  # steps that no op has
+        return False
+    u = U[want.dtype] if want.is_cpu else max(U[want.dtype], U[torch.float16])
+    rounding = u + seen.x.shape[-1] ** 0.5 * U[torch.float32]
+    # A tanh makes no relative error larger, and is itself within two roundings.
+    error = (got.float() - want.float()).norm()
+    return bool(error <= (len(seen.steps) + 2) * rounding * want.float().norm())

@@ -1,0 +1,164 @@
+"""Results that wait for the numbers that their caller applies to them, to be one op with these.
+
+A model multiplies what its embedding gives by a number, or caps what its head gives by a tanh, in a
+forward of its own that nothing replaces. So the module gives a tensor without values, from which
+those functions make another such tensor, and the last of them, which fuse_ has seen, the result.
+Any other function, also one by another number, is given the module's own result.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._pytree import tree_map_only
+
+from .activations import of_call
+from .embedding import QuantEmbedding
+from .linear import QuantLinear
+from .stand_in import StandIn
+
+_embedding = torch.ops.metalmm.embedding.default
+_gemm = torch.ops.metalmm.gemm.default
+
+Step = tuple[str, float]  # a function, and its number
+_NAMES = {"mul": "mul", "__rmul__": "mul", "div": "div", "__truediv__": "div", "tanh": "tanh"}
+_FUNCTIONS: dict[str, Any] = {"mul": torch.mul, "div": torch.div, "tanh": lambda y, _: y.tanh()}
+# What a tensor without values says of itself.
+_SAID = frozenset(
+    getattr(Tensor, name).__get__ for name in ("shape", "dtype", "device", "requires_grad")
+) | {Tensor.size, Tensor.dim, Tensor.is_floating_point}
+
+
+class Waiting(Tensor):
+    """What `maker` gives for `x`, and `steps` of that, which are not computed yet."""
+
+    maker: Awaiting
+    x: Tensor
+    steps: tuple[Step, ...]
+    known: Tensor | None
+
+    @staticmethod
+    def of(
+        maker: Awaiting, x: Tensor, shape: Sequence[int], dtype: torch.dtype, *steps: Step
+    ) -> Waiting:
+        out: Any = Tensor._make_wrapper_subclass(Waiting, shape, dtype=dtype, device=x.device)
+        out.maker, out.x, out.steps, out.known = maker, x, steps, None
+        if maker.steps is None:
+            maker.last = out
+        return out
+
+    def computed(self) -> Tensor:
+        """The values, as torch has them."""
+        if self.known is None:
+            y = self.maker.original(self.x)
+            for name, number in self.steps:
+                y = _FUNCTIONS[name](y, number)
+            self.known = y
+        return self.known
+
+    def after(self, step: Step) -> Tensor | None:
+        """What the function makes of this; None: not what was seen of the model."""
+        steps, seen = (*self.steps, step), self.maker.steps
+        if self.known is not None or (seen is not None and seen[: len(steps)] != steps):
+            return None
+        if steps == seen:
+            return self.maker.made(self.x)
+        return Waiting.of(self.maker, self.x, self.shape, self.dtype, *steps)
+
+    @classmethod
+    def __torch_function__(
+        cls, function: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        if function in _SAID:
+            with torch._C.DisableTorchFunctionSubclass():
+                return function(*args, **(kwargs or {}))
+        step = None if kwargs else _step(function, *args)
+        if step is not None and (after := args[0].after(step)) is not None:
+            return after
+        return cls.__torch_dispatch__(function, types, args, kwargs)
+
+    @classmethod
+    def __torch_dispatch__(  # type: ignore[override]
+        cls, function: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        args, kwargs = tree_map_only(Waiting, Waiting.computed, (args, kwargs or {}))
+        return function(*args, **kwargs)
+
+
+def _step(function: Any, *args: Any) -> Step | None:
+    """The function, of a Waiting and of no other tensor."""
+    name = _NAMES.get(getattr(function, "__name__", ""))
+    if name is None or not isinstance(args[0], Waiting) or len(args) != 2 - (name == "tanh"):
+        return None
+    number = args[1] if len(args) > 1 else 1.0
+    return (name, float(number)) if type(number) in (int, float) else None
+
+
+class Awaiting(StandIn):
+    """The forward of a packed embedding, or of an output head, whose result waits for `steps`.
+
+    The module's own computes where torch.compile traces, where a gradient is recorded, under
+    autocast, and where a head has more than its product, or rounds what it reads. steps None: any
+    are waited for, and `last` is what came of them.
+    """
+
+    def __init__(self, module: QuantEmbedding | QuantLinear) -> None:
+        super().__init__(module)
+        self.steps: tuple[Step, ...] | None = None
+        self.last: Waiting | None = None
+
+    def forward(self, x: Tensor) -> Tensor:
+        module = self.module
+        is_table = isinstance(module, QuantEmbedding)
+        own = (
+            torch.compiler.is_compiling()
+            or torch._C._is_any_autocast_enabled()
+            or (torch.is_grad_enabled() and x.requires_grad)
+            or (module.embed_scale is not None if is_table else not _is_product(module, x))
+        )
+        if own:
+            return self.original(x)
+        if is_table:
+            return Waiting.of(self, x, (*x.shape, module.embedding_dim), module.dtype)
+        return Waiting.of(self, x, (*x.shape[:-1], module.out_features), x.dtype)
+
+    def expect(self, steps: tuple[Step, ...]) -> None:
+        """Wait for these steps alone.
+
+        ValueError: no op computes them with the module.
+        """
+        factors = [1.0]  # before a tanh, and behind
+        for name, number in steps:
+            if name == "tanh":
+                factors.append(1.0)
+            else:
+                factors[-1] *= number if name == "mul" else 1 / number
+        if len(factors) > (1 if isinstance(self.module, QuantEmbedding) else 2):
+            raise ValueError(f"steps: {steps}; allowed: products, of a head with one tanh")
+        self.steps, self.last = steps, None
+        self.factor, self.cap = math.prod(factors), factors[1] if factors[1:] else 0.0
+        self._scale = torch.tensor(self.factor, dtype=torch.float32, device="cpu")
+
+    def made(self, x: Tensor) -> Tensor:
+        """All steps of the module's result for x, in one op."""
+        module, weight = self.module, self.module._parameters["weight"]
+        if isinstance(module, QuantEmbedding):
+            if self._scale.device != x.device:
+                with torch.inference_mode(False):
+                    self._scale = self._scale.to(x.device)
+            given = (x, weight, module.format, module.embedding_dim)
+            y: Tensor = _embedding(*given, dtype=module.dtype, scale=self._scale)
+            return y
+        rows = x.reshape(-1, x.shape[-1])
+        y = _gemm(rows, weight, module.format, None, self.factor, softcap=self.cap)
+        return y.view(*x.shape[:-1], module.out_features)
+
+
+def _is_product(head: QuantLinear, x: Tensor) -> bool:
+    """Whether the head's result is x W^T."""
+    plain = head._parameters["bias"] is None and head._buffers["input_order"] is None
+    return plain and not of_call(head.activations, x)
