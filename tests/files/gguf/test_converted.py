@@ -18,7 +18,9 @@ from test_gguf_save import check_same_file
 from torch import nn
 from transformers.pytorch_utils import Conv1D
 
+from bench.models.families import family
 from torch_metalmm import QuantEmbedding, QuantExperts, QuantLinear, save_gguf
+from torch_metalmm.files.gguf.load import model_of, open_gguf
 from torch_metalmm.files.gguf.rows import all_rows
 
 # 62 layers, and sums of many norms, amplify the rounding of the original itself.
@@ -41,11 +43,14 @@ UNNEEDED = (
 )
 # What the converter takes of sizes that are the model's in published checkpoints, and not here.
 OTHERWISE = {
+    "granitehybrid.context_length": 96,  # the model's, not 2^20
     "cohere2.rope.dimension_count": 12,  # a head, not the width by the heads
     "ernie4_5-moe.expert_shared_feed_forward_length": 2 * 24,  # not the width by the key heads
 }
+# Whose converter writes files of another architecture.
+ATTENTION_ALONE = ("granitehybrid-attention", "granitehybrid-attention-moe")
 # Not written: a rotation by two lists; one that five frequencies do not tell from another.
-UNWRITTEN = ("phi3-long", "llama3")
+UNWRITTEN = ("phi3-long", "llama3", *ATTENTION_ALONE)
 # Whose numbers the converter puts into the weights: what is loaded is written.
 MULTIPLIED = ("falcon-h1",)
 # Cases whose models are written, one for each layout; keys of a latent are saved in another.
@@ -116,6 +121,31 @@ def test_a_saved_file_is_the_converters(tmp_path: Path, case: str) -> None:
         if number == 0:
             made = fields_of(saved)
             assert all(made[key] == value for key, value in OTHERWISE.items() if key in made)
+
+
+def test_halves_of_a_packed_matrix_are_apart(tmp_path: Path) -> None:
+    """Rows of gate and up, which the model has in one; experts and their router."""
+    for options in ({}, {"num_local_experts": 4, "num_experts_per_tok": 2}):
+        model = family("granitemoehybrid", position_embedding_type="nope", **options)
+        save_gguf(model, None, tmp_path / "saved.gguf", replace=True)
+        loaded, _ = model_of(open_gguf(tmp_path / "saved.gguf"), "cpu", torch.float32)
+        # Experts are in another layout, which test_a_saved_file_is_the_converters compares.
+        state, of_loaded = (
+            {n: t for n, t in m.state_dict().items() if ".experts." not in n}
+            for m in (model, loaded)
+        )
+        assert state.keys() == of_loaded.keys()
+        for name, value in of_loaded.items():
+            wanted = state[name].float()
+            # Files have exp of A_log: two roundings.
+            most = 2.0**-23 * (1 + wanted.abs()) * name.endswith("A_log")
+            assert bool(((value.float() - wanted).abs() <= most).all()), name
+
+
+@pytest.mark.parametrize("case", ATTENTION_ALONE)
+def test_hybrids_without_a_state_are_not_written(tmp_path: Path, case: str) -> None:
+    with pytest.raises(ValueError, match="layer_types .*; allowed in files of granitehybrid: some"):
+        save_gguf(random_model(case), None, tmp_path / "saved.gguf")
 
 
 def test_a_model_of_biases_that_the_converter_spoils_is_not_written(tmp_path: Path) -> None:

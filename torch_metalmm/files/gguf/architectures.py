@@ -26,6 +26,7 @@ from .rows import (
     WINDOW,
     Architecture,
     all_rows,
+    is_of,
     row_of,
 )
 
@@ -205,7 +206,7 @@ def metadata(config: Any) -> tuple[str, Architecture, dict[str, Any]]:
             f"model: GGUF files of {config.model_type} models are not written; those of "
             f"{', '.join(known)} are"
         )
-    ((architecture, row),) = found
+    architecture, row = next(pair for pair in found if len(found) == 1 or is_of(*pair, config))
     config = row.as_stated(config)
     head = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
     scalar = derive.attention_scalar(

@@ -21,6 +21,7 @@ ROPE_DIVISORS = "rope_freqs.weight"  # one for each frequency
 _PER_LAYER = "per_layer_token_embd.weight"
 _PATTERN = "attention.sliding_window_pattern"
 _FULL, _SLIDING = "full_attention", "sliding_attention"
+_ATTENDING = ("attention", _FULL)  # in the words of Granite's configs, and of transformers
 _FACTORS = {"long_factor": "rope_factors_long.weight", "short_factor": "rope_factors_short.weight"}
 
 
@@ -145,6 +146,17 @@ def most_kv_heads(values: dict[str, Any], file: GgufFile) -> int:
 def granite_layers(values: dict[str, Any], file: GgufFile) -> list[str]:
     heads = _each(values, file, "attention.head_count_kv")
     return ["attention" if count else "mamba" for count in heads]
+
+
+def granite_kv_heads(config: Any) -> list[int]:
+    """What granite_layers reads. ValueError: no layer has a state; such files have other names."""
+    heads = [config.num_key_value_heads * (kind in _ATTENDING) for kind in config.layer_types]
+    if all(heads):
+        raise ValueError(
+            f"model: layer_types {config.layer_types}; allowed in files of granitehybrid: some "
+            "with a state"
+        )
+    return heads
 
 
 def granite_rotation(values: dict[str, Any], file: GgufFile) -> str:

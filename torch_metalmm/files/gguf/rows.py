@@ -182,7 +182,6 @@ _HYBRID = Architecture(
     _RMS | GRANITE | _SSM | _SHARED_MLP,
     _SSM_BIASES,
     processor="GraniteHybridProcessor",
-    writes=False,
     states={"expert_count": 0},
     has={"num_local_experts": 0, "num_experts_per_tok": 0},
     derived={
@@ -191,6 +190,16 @@ _HYBRID = Architecture(
         "position_embedding_type": derive.granite_rotation,
         "mamba_d_head": derive.ssm_head,
         "mamba_expand": derive.ssm_expand,
+    },
+    computed={
+        "attention.head_count_kv": derive.granite_kv_heads,
+        "expert_used_count": lambda config: config.num_experts_per_tok,
+        "rope.scaling.finetuned": lambda config: config.position_embedding_type == "rope",
+        "ssm.inner_size": lambda config: config.mamba_expand * config.hidden_size,
+    },
+    stated={
+        "position_embedding_type": lambda c: c.position_embedding_type or "nope",
+        "num_experts_per_tok": lambda c: c.num_experts_per_tok if c.num_local_experts else 0,
     },
     names={
         "mamba.dt_bias": "ssm_dt.bias",
@@ -597,6 +606,14 @@ def row_of(architecture: str, metadata: Mapping[str, Any]) -> Architecture | Non
         if value == wanted if wanted is not None else value:
             return row
     return ARCHITECTURES.get(architecture)
+
+
+def is_of(architecture: str, row: Architecture, config: Any) -> bool:
+    """Whether row_of gives the row for a file of the config."""
+    key, _, variant = VARIANTS[architecture]
+    return (
+        row_of(architecture, {f"{architecture}.{key}": getattr(config, variant.keys[key])}) is row
+    )
 
 
 def all_rows() -> list[tuple[str, Architecture]]:

@@ -100,8 +100,9 @@ def _tensors(model: Any, architecture: str, row: Architecture) -> dict[str, tupl
     names: dict[str, str] = {}
     own = row.names.values()
     for name, target in mapping.names().items():
-        whole = name if name.split(".", 2)[-1] in own else _full(name)
-        names.setdefault(target, whole)  # of two layouts gguf's own name is that of one
+        if name.split(".", 2)[-1] in own:
+            names[target] = name
+        names.setdefault(target, _full(name))  # of two layouts gguf's own name is that of one
     head, embedding = model.get_output_embeddings(), model.get_input_embeddings()
     tensors: dict[str, tuple[Tensor, str]] = {}
     experts = homes(model, apart=dict(model.named_modules()))
@@ -116,6 +117,9 @@ def _tensors(model: Any, architecture: str, row: Architecture) -> dict[str, tupl
             continue  # a file without output.weight has a tied head
         if target not in names:
             raise ValueError(f"{target} has no place in a GGUF file of a {architecture} model")
+        if sources := mapping.sources(target):
+            tensors |= _apart(sources, target, module, value.detach())
+            continue
         tensors[names[target]] = _stored(mapping, names[target], target, module, value.detach())
     divisors = llama3_divisors(model.config, architecture)
     if divisors is not None:
@@ -142,6 +146,18 @@ def _stored(
         dense = value.t() if is_conv1d(module) else value
         return _matrix(mapping, name, target, dense), _name_of(dense.dtype, target)
     return _others(mapping, name, target, value.float().cpu()), "f32"
+
+
+def _apart(
+    sources: list[str], target: str, module: Any, value: Tensor
+) -> dict[str, tuple[Tensor, str]]:
+    """The tensors whose rows the matrix of a module has, one after the other."""
+    packed = isinstance(module, QuantLinear)
+    if packed:
+        check_format(target, module.format)
+    format = module.format if packed else _name_of(value.dtype, target)
+    rows = value.cpu().contiguous().chunk(len(sources))
+    return {name: (part, format) for name, part in zip(sources, rows, strict=True)}
 
 
 def _full(name: str) -> str:
