@@ -19,19 +19,25 @@ class Source:
     """The tensors that a model of this config has a use for; the files are open while entered."""
 
     def __init__(
-        self, files: Sequence[str], config: Any, rename: Callable[[str], str] = str
+        self, files: Sequence[str], config: Any, rename: Callable[[str], str | None] = str
     ) -> None:
-        """rename gives the model's name of a tensor. ValueError as read_headers."""
+        """rename gives the model's name of a tensor, None of one without use.
+
+        ValueError as read_headers.
+        """
         self._opened = ExitStack()
         self._files: dict[str, Any] = {}
         self._found: dict[str, Found] = {}
         self.keys: dict[str, str] = {}  # name in the model: name in the checkpoint
+        # The model's tensor of that name, from the checkpoint's.
+        self.convert: Callable[[str, Tensor], Tensor] = lambda name, tensor: tensor
         tied = config.get_text_config().tie_word_embeddings
         for key, found in read_headers(files).items():
             self._found[key] = found
             unused = key.endswith("rotary_emb.inv_freq") or (tied and key == "lm_head.weight")
-            if not unused:  # as mlx-lm and transformers drop them; a quantized head says untied
-                self.keys[rename(key)] = key
+            name = None if unused else rename(key)
+            if name is not None:  # mlx-lm and transformers drop others; a packed head says untied
+                self.keys[name] = key
 
     def dense_dtype(self, but: tuple[str, ...]) -> torch.dtype | None:
         """The commonest dtype of the float tensors whose names do not end with one of `but`."""
@@ -60,5 +66,4 @@ class Source:
         file = self._found[key].file
         if file not in self._files:
             self._files[file] = self._opened.enter_context(safe_open(file, framework="pt"))
-        tensor: Tensor = self._files[file].get_tensor(key)
-        return tensor
+        return self.convert(name, self._files[file].get_tensor(key))

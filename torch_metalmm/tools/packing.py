@@ -58,7 +58,7 @@ def to_file(
     """
     from ..files.gguf.save import check_target, save_gguf
     from ..files.gguf.split import is_gguf, part_paths
-    from ..files.mtp import has_head
+    from ..files.heads import has_head
     from ..models.ggml import type_names
     from ..models.mixtures import MIXTURES
 
@@ -74,7 +74,7 @@ def to_file(
     if tokenizer is None:
         raise ValueError(f"{source} has no tokenizer, without which no program reads a GGUF file")
     save_gguf(model, tokenizer, output, replace=force)
-    if has_head(source, model.config):
+    if has_head(source):
         _say_without_head(source, output)
 
 
@@ -84,7 +84,8 @@ def to_folder(source: Path, output: Path, force: bool, make: Callable[[], tuple[
     new folder is gone again if that fails."""
     from ..files.folder import is_packed, replaceable_weights
     from ..files.gguf.split import is_gguf
-    from ..files.mtp import HEAD_FILE, copy_head, has_head
+    from ..files.heads import copy_head, has_head
+    from ..files.mtp import HEAD_FILE
     from ..files.owned import prepare_folder
     from ..files.processor import processor_files
     from ..files.quantized import is_quantized
@@ -101,9 +102,9 @@ def to_folder(source: Path, output: Path, force: bool, make: Callable[[], tuple[
         with tempfile.TemporaryDirectory() as folder:
             head = Path(folder) / HEAD_FILE
             if is_gguf(source) or is_quantized(source):
-                if has_head(source, model.config):
+                if has_head(source):
                     _say_without_head(source, output)
-            elif copy_head(source, model.config, head):
+            elif copy_head(source, head):
                 beside[HEAD_FILE] = head
             save_beside(model, tokenizer, output, beside, stale={HEAD_FILE})
     except BaseException:

@@ -60,7 +60,7 @@ CASES: dict[str, tuple[Spoil, str]] = {
     "unknown model_type": (says(model_type="evil"), "no model_type 'evil'"),
     "its own code": (says(model_file="evil.py"), "needs its own code, 'evil.py', which is not"),
     "another quantizer": (quantization(quant_method="awq"), "quantized by 'awq', not in a mode"),
-    "other numbers": (says(model_type="qwen3_next"), "not loaded from MLX, where 1 is added"),
+    "other numbers": (says(model_type="falcon_h1"), "not loaded from MLX, where projections"),
     "strange sizes": (says(num_attention_heads="x"), "transformers makes no config of it"),
     "quantization is a list": (says(quantization=[1]), r"quantization must be an object, got"),
     "no quantization": (

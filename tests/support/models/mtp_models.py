@@ -64,7 +64,7 @@ def _random(model: Any, seed: int) -> Any:
 
 def trunk(family: str, **options: Any) -> Any:
     """The model, dense, in f32, the same at each call."""
-    config = AutoConfig.for_model(family, **(SIZES | _LONGER | FAMILIES[family] | options))
+    config = AutoConfig.for_model(family, **(SIZES | _LONGER | FAMILIES.get(family, {}) | options))
     return _random(AutoModelForCausalLM.from_config(config, dtype=torch.float32), 0)
 
 

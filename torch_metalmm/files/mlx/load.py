@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Collection, Mapping
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -23,17 +23,15 @@ from ..blame import blaming
 from ..fill import fill, finish, layer_of
 from ..folder import read_config, read_tokenizer
 from ..headers import read_headers
+from ..heads import of_heads
 from ..source import Source
 from ..untrusted import config_of
 from .experts import put_experts, rename
 from .layout import PREFIXES, Quantization, check_planes, pack, part_of_planes
+from .shifted import SHIFTED, is_shifted, text_name, unshifted
 
 # mlx-lm's loader changes these models' numbers, so that they are not transformers'.
 _OTHER_NUMBERS = {
-    "qwen3_next": "1 is added to norm weights",
-    "qwen3_5": "1 is added to norm weights",
-    "qwen3_5_text": "1 is added to norm weights",
-    "qwen3_5_moe": "1 is added to norm weights",
     "step3p5": "1 is added to norm weights",
     "falcon_h1": "projections are multiplied by the model's factors",
     "baichuan_m1": "the output head is normalized",
@@ -71,33 +69,59 @@ def load_mlx(
     if not files:
         raise FileNotFoundError(f"{path} has no model*.safetensors")
     config = _config(path, values)
-    mlx, ours = PREFIXES.get(config.model_type, ("", ""))
     with blaming(path, "no model fits its config"):
-        with torch.device("meta"):
-            outline = empty_model(config, torch.float32)
-        of_experts = rename(outline, read_headers(files))
-        source = Source(
-            files,
-            config,
-            lambda n: of_experts(ours + n.removeprefix(mlx) if n.startswith(mlx) else n),
-        )
+        headers = read_headers(files)
+        source = Source(files, config, _renamed(config, headers))
+        if is_shifted(config.model_type, headers.values()):
+            source.convert = unshifted
         found = source.dense_dtype((".scales", ".biases"))
         model = empty_model(config, dtype or found or config.dtype or torch.float32)
     if mesh is not None:
         refuse_experts(model)  # before their tensors are read; shard_ would do it after that
     with source:
-        owners = {name.removesuffix(".scales") for name in source.keys if name.endswith(".scales")}
-        _check_layers(path, source, owners, quantization)
-        experts = put_experts(path, model, source, quantization, device)
-        owners = {name for name in owners if f"{name}.scales" in source.keys}
-        leaves = ("weight", "scales", "biases")
-        packed = {o: [n for n in (f"{o}.{e}" for e in leaves) if n in source.keys] for o in owners}
-        if mesh is not None:
-            _put_empty(path, model, source, quantization, owners)
-            shard_(model, mesh, plan)
-        rows = partial(_packed, path, source, quantization)
-        fill(path, model, source, packed, rows, device, experts)
+        put(path, model, source, quantization, device, mesh, plan)
     return finish(path, model), read_tokenizer(path)
+
+
+def put(
+    path: Path,
+    model: Any,
+    source: Source,
+    quantization: Quantization | None,
+    device: torch.device | str,
+    mesh: Any = None,
+    plan: Mapping[str, str] | None = None,
+    done: Collection[str] = (),
+) -> None:
+    """Fill the empty model, in which the parameters `done` are, with what the source has."""
+    of_experts = rename(model, source.keys)
+    source.keys = {of_experts(name): key for name, key in source.keys.items()}
+    owners = {name.removesuffix(".scales") for name in source.keys if name.endswith(".scales")}
+    _check_layers(path, source, owners, quantization)
+    experts = put_experts(path, model, source, quantization, device)
+    owners = {name for name in owners if f"{name}.scales" in source.keys}
+    leaves = ("weight", "scales", "biases")
+    packed = {o: [n for n in (f"{o}.{e}" for e in leaves) if n in source.keys] for o in owners}
+    if mesh is not None:
+        _put_empty(path, model, source, quantization, owners)
+        shard_(model, mesh, plan)
+    rows = partial(_packed, path, source, quantization)
+    fill(path, model, source, packed, rows, device, {*experts, *done})
+
+
+def _renamed(config: Any, keys: Collection[str]) -> Callable[[str], str | None]:
+    """The model's name of a tensor, but of experts, from the checkpoint's; None: it has none."""
+    mlx, ours = PREFIXES.get(config.model_type, ("", ""))
+    heads = of_heads(keys)  # load_mtp reads them
+
+    def renamed(key: str) -> str | None:
+        if key in heads:
+            return None
+        if config.model_type in SHIFTED:
+            return text_name(key)
+        return ours + key.removeprefix(mlx) if key.startswith(mlx) else key
+
+    return renamed
 
 
 def is_mlx(path: Path) -> bool:
@@ -131,7 +155,9 @@ def _config(path: Path, values: dict[str, Any]) -> Any:
     kind = values.get("model_type")
     if isinstance(kind, str) and kind in _OTHER_NUMBERS:
         raise ValueError(f"{path}: {kind} is not loaded from MLX, where {_OTHER_NUMBERS[kind]}")
-    return config_of(path, values)
+    config = config_of(path, values)
+    text = config.get_text_config(decoder=True)
+    return text if text.model_type in SHIFTED else config
 
 
 def _check_layers(

@@ -1,0 +1,176 @@
+"""Qwen3.5 and Qwen3-Next of mlx-lm, and heads that quantizers for MLX keep beside models."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import mlx.core as mx
+import pytest
+import torch
+from drafters import Fixed
+from layer_models import ids
+from mlx_files import from_mlx
+from mtp_models import FAMILIES, folder_with_head, trunk
+from safetensors.torch import load_file, save_file
+from torch import Tensor, nn
+
+from torch_metalmm import PackedCache, QuantExperts, QuantLinear, load_mlx, load_mtp, save_mlx
+from torch_metalmm.files.heads import of_heads
+from torch_metalmm.hf.decoding import decode
+from torch_metalmm.models.cache_argument import cache_of_generate
+
+mlx_lm = pytest.importorskip("mlx_lm.utils")  # it needs Python 3.11
+
+# {family: what mlx-lm calls it}
+QWEN = {
+    "qwen3_5_text": "qwen3_5",
+    "qwen3_5_moe_text": "qwen3_5_moe",
+    "qwen3_next": "qwen3_next",
+}
+
+
+def model_of(family: str) -> Any:
+    own = FAMILIES["qwen3_next"] if family == "qwen3_5_moe_text" else {}
+    model = trunk(family, **own, **({"full_attention_interval": 2} if family in QWEN else {}))
+    model.config._experts_implementation = "eager"  # f64, too
+    return model
+
+
+def converted(family: str, folder: Path) -> Path:
+    """The model as mlx-lm converts and quantizes a published one."""
+    model, dense = model_of(family), folder / "dense"
+    if family not in QWEN:
+        save_mlx(model, None, dense)
+    else:
+        model.save_pretrained(dense)
+        if family == "qwen3_5_moe_text":  # whose stacks are published
+            stacks = {n: t.contiguous() for n, t in model.state_dict().items()}
+            save_file(stacks, dense / "model.safetensors")
+        values = json.loads((dense / "config.json").read_text())
+        values |= values["rope_parameters"]
+        if family != "qwen3_next":
+            values = {"text_config": values}
+        (dense / "config.json").write_text(json.dumps(values | {"model_type": QWEN[family]}))
+    theirs, config = mlx_lm.load_model(dense)
+    theirs, config = mlx_lm.quantize_model(theirs, config, 32, 4)
+    mlx_lm.save_model(folder / "mlx", theirs)
+    mlx_lm.save_config(config, folder / "mlx" / "config.json")
+    return folder / "mlx"
+
+
+@pytest.mark.parametrize("family", QWEN)
+def test_models_of_other_numbers(family: str, tmp_path: Path) -> None:
+    folder, tokens = converted(family, tmp_path), ids(2, 12)
+    weights = load_file(folder / "model.safetensors")
+    theirs, _ = mlx_lm.load_model(folder)
+    want = from_mlx(theirs(mx.array(tokens.numpy())))
+    seen = {"vision_tower.blocks.0.weight": torch.ones(2)}  # mlx-vlm keeps it
+    save_file(weights | seen, folder / "model.safetensors")
+    model, _ = load_mlx(folder)
+    with torch.no_grad():
+        got, dense = model(tokens).logits, model_of(family)(tokens).logits
+        # 8 times what rounding to f32 changes: sums in another order, twice.
+        error = 8 * (dense - model_of(family).double()(tokens).logits).abs().max()
+    assert (got - want).abs().max() <= error
+    stored = next(t for n, t in weights.items() if n.endswith("model.norm.weight"))
+    assert torch.equal(model.model.norm.weight, stored - 1)
+
+
+def quantize(value: Tensor, mode: str) -> tuple[dict[str, Tensor], Tensor]:
+    """(the planes that mlx makes of it, what they decode to)."""
+    sizes = {"group_size": 32, "bits": 4, "mode": mode}
+    planes = mx.quantize(mx.array(value.numpy()), **sizes)
+    decoded = from_mlx(mx.dequantize(*planes, **sizes, dtype=mx.float32))
+    parts = {n: from_mlx(p) for n, p in zip(("weight", "scales", "biases"), planes, strict=False)}
+    return parts, decoded
+
+
+def head_of(published: Path, sums: bool, mode: str | None) -> dict[str, Tensor]:
+    """The folder's head as quantizers for MLX write it; the folder then has what it decodes to."""
+    tensors = load_file(published / "model.safetensors")
+    head, experts = dict[str, Tensor](), dict[str, list[Tensor]]()
+    for name in sorted(of_heads(tensors)):
+        parts, owner = {"weight": tensors[name]}, name.removesuffix(".weight")
+        if mode is not None and owner.endswith("_proj"):
+            parts, tensors[name] = quantize(tensors[name], mode)
+        before, expert, rest = owner.partition(".experts.")
+        for leaf, value in parts.items() if owner != name else ():
+            if expert and mode is not None:
+                stack = f"{before}.switch_mlp.{rest.partition('.')[2]}.{leaf}"
+                experts.setdefault(stack, []).append(value)
+            else:
+                if sums and owner.endswith(("norm", "norm_embedding", "norm_hidden")):
+                    value = value + 1
+                    tensors[name] = value - 1
+                head[f"{owner}.{leaf}"] = value
+        if owner == name:
+            head[name] = tensors[name]
+    save_file(tensors, published / "model.safetensors")
+    return head | {name: torch.stack(parts) for name, parts in experts.items()}
+
+
+# {who writes it: (family, file, prefix, whether 1 is added to norms, mode)}
+KEPT: dict[str, tuple[str, str, str, bool, str | None]] = {
+    "oMLX": ("qwen3_5_text", "model-00002-of-2.safetensors", "language_model.mtp.", True, "mxfp4"),
+    "vllm-mlx": ("qwen3_next", "mtp/weights.safetensors", "mtp.", True, "affine"),
+    "MTPLX": ("qwen3_5_text", "mtp.safetensors", "mtp.", False, None),
+    "MTPLX, later": ("qwen3_next", "mtp.safetensors", "mtp.", True, None),
+    "mlx-vlm": ("qwen3_5_text", "../head/model.safetensors", "", True, "affine"),
+    "GLM": ("glm4_moe", "model-2.safetensors", "mtp.", False, "affine"),
+}
+
+
+@pytest.mark.parametrize("who", KEPT)
+def test_heads(who: str, tmp_path: Path) -> None:
+    family, file, prefix, sums, mode = KEPT[who]
+    published = folder_with_head(model_of(family), tmp_path / "published")
+    folder = converted(family, tmp_path)
+    head = {n.replace("mtp.", prefix): t for n, t in head_of(published, sums, mode).items()}
+    (folder / file).parent.mkdir(exist_ok=True)
+    save_file(head, folder / file)
+    values = json.loads((folder / "config.json").read_text())
+    (folder / file).parent.joinpath("config.json").write_text(json.dumps(values))
+    model, _ = load_mlx(folder)
+    place = (folder / file).parent if prefix == "" else folder
+    got = load_mtp(model, place)
+    if mode is None:  # packed as the model is
+        want = load_mtp(model, published).state_dict()
+        assert got.state_dict().keys() == want.keys()
+        assert all(torch.equal(t, want[n]) for n, t in got.state_dict().items())
+    else:
+        same(got, load_mtp(model_of(family), published), mode)
+    pace, prompt = Fixed(3), ids(1, 9)
+    given: dict[str, Any] = {cache_of_generate(): PackedCache(model.config, "f32")}
+    given |= {"max_new_tokens": 30, "pad_token_id": 0, "eos_token_id": None, "do_sample": False}
+    drafted = model.generate(prompt, **given, custom_generate=decode, draft=got, pace=pace)
+    given[cache_of_generate()] = PackedCache(model.config, "f32")
+    assert torch.equal(drafted, model.generate(prompt, **given)) and pace.drafted > 15
+    for missing in ("self_attn.k_proj.weight", "fc.weight" if prefix != "mtp." else "norm.weight"):
+        found = next(n for n in sorted(head) if n.endswith(missing))
+        save_file({n: t for n, t in head.items() if n != found}, folder / file)
+        named = "eh_proj.weight" if "fc." in missing else missing.rpartition(".")[0]
+        with pytest.raises(ValueError, match=rf"(no|missing).*{named}|{named}.* missing"):
+            load_mtp(model, place)
+
+
+def same(packed: nn.Module, dense: nn.Module, mode: str) -> None:
+    """Whether the packed head has the numbers of the dense one, and is packed in that mode."""
+    formats, decoded = set[str](), dict[str, Tensor]()
+    for name, module in packed.named_modules():
+        if name.startswith(("block.lm_head", "block.model.embed")):
+            continue
+        if isinstance(module, QuantExperts):
+            formats |= set(module.formats.values())
+            both = [module.dequantize(n) for n in ("gate_proj", "up_proj")]
+            decoded[f"{name}.gate_up_proj"] = torch.cat(both, 1)
+            decoded[f"{name}.down_proj"] = module.dequantize("down_proj")
+        elif isinstance(module, QuantLinear):
+            formats.add(module.format)
+            decoded[f"{name}.weight"] = module.dequantize()
+    state = packed.state_dict() | decoded
+    for name, value in dense.state_dict().items():
+        if not name.startswith(("block.lm_head", "block.model.embed")):
+            assert torch.equal(state[name], value), name
+    assert formats == {"mxfp4" if mode == "mxfp4" else "affine4_g32_f32"}
