@@ -16,7 +16,7 @@ from safetensors.torch import load_file, save_file
 from transformers.cache_utils import MtpCache
 from transformers.modeling_layers import MtpModel
 
-from torch_metalmm import PackedCache, QuantLinear, load_mtp, load_packed, quantize_
+from torch_metalmm import PackedCache, QuantLinear, load_mtp, load_packed, quantize_, save_gguf
 from torch_metalmm.files.mtp import HEAD_FILE
 from torch_metalmm.tools import cli
 
@@ -61,6 +61,54 @@ def test_a_gguf_file_without_a_part(tmp_path: Path) -> None:
             load_mtp(model, bad)
 
 
+def same(one: Any, other: Any) -> bool:
+    both = zip(one.state_dict().items(), other.state_dict().items(), strict=True)
+    return all(a == b and torch.equal(x, y) for (a, x), (b, y) in both)
+
+
+@pytest.mark.parametrize("architecture", ["glm4moe", "deepseek2"])
+def test_a_head_goes_back_into_a_file(
+    architecture: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = with_nextn(write_record(tmp_path / "m.gguf", GGUF[architecture]), architecture)
+    model, tokenizer, _ = load_quietly(path)
+    head, texts = load_mtp(model, path), list[Any]()
+    for saved in (tmp_path / "once.gguf", tmp_path / "twice.gguf"):
+        save_gguf(model, tokenizer, saved, head=head)
+        assert fields_of(saved)[f"{architecture}.nextn_predict_layers"] == 1
+        again, _, warnings = load_quietly(saved)
+        found = load_mtp(again, saved)
+        assert not warnings and len(again.model.layers) == len(model.model.layers)
+        texts.append((again, found))
+        if architecture == "glm4moe":
+            assert same(again, model) and same(found, head)
+        model, head = again, found
+    # The first has the latent's keys and values as one matrix, packed, of two stacks.
+    assert all(same(one, other) for one, other in zip(*texts, strict=True))
+    assert torch.equal(_both(*texts[0])[0], _both(*texts[1])[0])
+    with pytest.raises(ValueError, match=r"head must be the model's own, of load_mtp, got MtpHead"):
+        save_gguf(texts[0][0], tokenizer, tmp_path / "other.gguf", head=found)
+    made = tmp_path / "made.gguf"  # llama.cpp has no place for DeepSeek's
+    assert cli.main(["quantize", str(path), "--output", str(made)]) == 0
+    said = "without the head for later tokens of" in capsys.readouterr().err
+    assert said == (architecture == "deepseek2")
+    assert bool(fields_of(made).get(f"{architecture}.nextn_predict_layers")) != said
+
+
+def test_a_folder_becomes_a_file_with_its_head(tmp_path: Path) -> None:
+    like, tokenizer, _ = load_quietly(write_record(tmp_path / "m.gguf", "glm4-moe"))
+    model = trunk("glm4_moe", vocab_size=like.config.vocab_size)
+    folder, file = folder_with_head(model, tmp_path / "dense"), tmp_path / "x.gguf"
+    tokenizer.save_pretrained(folder)
+    flags = ["--format", "q8_0", "--output", str(file)]
+    assert cli.main(["quantize", str(folder), *flags]) == 0
+    loaded, _, _ = load_quietly(file)
+    got, want = load_mtp(loaded, file), load_mtp(quantize_(model, "q8_0", progress=False), folder)
+    assert got.eh_proj.format == want.eh_proj.format == "q8_0" and got.dtype == want.dtype
+    (logits, row), (expected, wanted) = _both(loaded, got), _both(model, want)
+    assert torch.equal(logits, expected) and torch.equal(row, wanted)
+
+
 def _both(model: Any, head: Any) -> Any:
     tokens = torch.arange(3, 9)[None]
     hidden = model.get_decoder()(tokens)[0].detach()
@@ -81,6 +129,8 @@ def test_a_folder(family: str, tmp_path: Path) -> None:
     text.num_mtp_layers, text.mtp_layer_types = 1, ["full_attention"]
     text.mtp_mlp_layer_types = ["sparse"]
     theirs = MtpModel.from_pretrained(model).eval()
+    for parameter in (*theirs.parameters(), *head.parameters()):
+        parameter.data = parameter.data.clone()  # torch's products differ with W's place in a file
     tokens = torch.arange(3, 15)[None]
     with torch.inference_mode():
         hidden = model.get_decoder()(tokens)[0]
@@ -108,7 +158,7 @@ def test_a_packed_model_packs_its_head(tmp_path: Path) -> None:
 def test_quantize_keeps_the_head(
     family: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """In a packed folder as it is, so that load_mtp packs it; a GGUF file is said to have none."""
+    """In a packed folder as it is, so that load_mtp packs it."""
     model = trunk(family)
     source = folder_with_head(model, tmp_path / "dense")
     packed = tmp_path / "packed"
@@ -121,8 +171,7 @@ def test_quantize_keeps_the_head(
     quantize_(model, "q8_0", progress=False)
     want, got = load_mtp(model, source), load_mtp(loaded, packed)
     assert isinstance(got.eh_proj, QuantLinear)
-    both = zip(want.state_dict().items(), got.state_dict().items(), strict=True)
-    assert all(a == b and torch.equal(x, y) for (a, x), (b, y) in both)
+    assert same(got, want)
     trunk(family).save_pretrained(tmp_path / "none")
     assert cli.main(["quantize", str(tmp_path / "none"), *flags, str(packed), "--force"]) == 0
     assert not (packed / HEAD_FILE).exists()
@@ -149,6 +198,27 @@ def test_quantize_says_what_it_leaves_out(
         assert cli.main(["quantize", str(path), "--output", str(tmp_path / f"out{i}")]) == 0
         said = "without the head for later tokens of" in capsys.readouterr().err
         assert said == (i == 1)
+
+
+def test_of_several_heads_the_first_is_read(tmp_path: Path) -> None:
+    path = with_nextn(random_model(tmp_path / "m.gguf", "qwen35"), "qwen35")
+    model, _, _ = load_quietly(path)
+    values, tensors = fields_of(path, "qwen35."), dict(tensors_of(path))
+    second = {n.replace("blk.4.", "blk.5."): t for n, t in tensors.items() if "blk.4." in n}
+    second["blk.5.nextn.enorm.weight"] = tensors["output_norm.weight"]
+    values |= {"block_count": 6, "nextn_predict_layers": 2}
+    two = write_gguf(tmp_path / "two.gguf", "qwen35", tensors | second, values)
+    again, _, warnings = load_quietly(two)
+    assert same(load_mtp(again, two), load_mtp(model, path)) and not warnings
+    layers = {"glm4_moe": "model.layers.{}.", "qwen3_next": "mtp.layers.{}."}
+    for family, first in (("glm4_moe", 2), ("qwen3_next", 0)):
+        dense, name = trunk(family), layers[family]
+        folder = folder_with_head(dense, tmp_path / family)
+        want, weights = load_mtp(dense, folder), load_file(folder / "model.safetensors")
+        own, other = name.format(first), name.format(first + 1)
+        more = {n.replace(own, other): -t for n, t in weights.items() if n.startswith(own)}
+        save_file(weights | more, folder / "model.safetensors")
+        assert more and same(load_mtp(dense, folder), want)
 
 
 def test_no_head(tmp_path: Path) -> None:

@@ -56,9 +56,10 @@ def to_file(
     ValueError, before anything is made: GGUF does not have a format, or the file is one of those
     that the source is made of. ValueError: the source has no tokenizer.
     """
-    from ..files.gguf.save import check_target, save_gguf
+    from ..files.gguf.save import check_target, has_nextn, save_gguf
     from ..files.gguf.split import is_gguf, part_paths
     from ..files.heads import has_head
+    from ..files.mtp import load_mtp
     from ..models.ggml import type_names
     from ..models.mixtures import MIXTURES
 
@@ -73,9 +74,13 @@ def to_file(
     model, tokenizer = make()
     if tokenizer is None:
         raise ValueError(f"{source} has no tokenizer, without which no program reads a GGUF file")
-    save_gguf(model, tokenizer, output, replace=force)
+    head = None
     if has_head(source):
-        _say_without_head(source, output)
+        if has_nextn(model.config):
+            head = load_mtp(model, source)
+        else:
+            _say_without_head(source, output)
+    save_gguf(model, tokenizer, output, replace=force, head=head)
 
 
 def to_folder(source: Path, output: Path, force: bool, make: Callable[[], tuple[Any, Any]]) -> None:

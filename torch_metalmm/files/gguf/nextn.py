@@ -1,15 +1,20 @@
-"""The layer of a GGUF file that predicts the token after the next, as a model of one layer."""
+"""The layer of a GGUF file that predicts the token after the next: a model of one layer, as MtpHead
+has it, read and written."""
 
 from __future__ import annotations
 
 import re
+from collections.abc import Mapping
 from typing import Any
 
 from torch import Tensor
 
+from ...formats import DTYPES
 from ...models.mtp import OWN, MtpHead
 from ...models.skeleton import put_dense, put_packed
+from ...nn import QuantLinear
 from ...nn.place import place
+from .experts import check_format
 from .file import GgufFile
 from .load import model_of
 from .split import open_gguf
@@ -75,3 +80,25 @@ def mtp_of_gguf(model: Any, path: Any) -> MtpHead:
         raise ValueError(f"{path}: {name} is {file.tensors[name].shape}; it must be {wanted}")
     put_packed(head, ["eh_proj.weight"], place(packed, model.device), file.tensors[name].format)
     return head.to(model.device).requires_grad_(False).eval()
+
+
+def stored_head(
+    head: MtpHead, block: Mapping[str, tuple[Tensor, str]], number: int
+) -> dict[str, tuple[Tensor, str]]:
+    """{name in the file: (tensor, format)} of a head that is the layer of that number.
+
+    block: the same of head.block. ValueError: eh_proj has a format that GGUF does not have.
+    """
+    layer = f"blk.{number}."
+    stored = {layer + n.removeprefix("blk.0."): t for n, t in block.items() if n.startswith("blk.")}
+    stored[f"{layer}nextn.shared_head_norm.weight"] = block[_NORM]
+    for norm in ("enorm", "hnorm"):
+        value = getattr(head, norm).weight.detach().float().cpu()
+        stored[f"{layer}nextn.{norm}.weight"] = value, "f32"
+    projection, weight = head.eh_proj, head.eh_proj.weight.detach().cpu()
+    if isinstance(projection, QuantLinear):
+        check_format("eh_proj of the head", projection.format)
+        format = projection.format
+    else:
+        format = next(name for name, dtype in DTYPES.items() if dtype == weight.dtype)
+    return stored | {f"{layer}nextn.eh_proj.weight": (weight, format)}

@@ -15,6 +15,7 @@ from ...extras import HF, require
 from ...formats import DTYPES
 from ...models.attach import is_transformers_model, quantized_by_another
 from ...models.experts import homes
+from ...models.mtp import MtpHead
 from ...models.replace import dense_weight, is_conv1d, weight_shape
 from ...models.shard.apply import refuse_sharded
 from ...models.skeleton import empty_like
@@ -26,6 +27,7 @@ from .experts import check_format, stored_experts
 from .file import GgufFile, write_out
 from .layout import TensorMap
 from .map import ProcessorMap
+from .nextn import stored_head
 from .routing import one_group
 from .rows import Architecture
 from .vocabulary import vocabulary
@@ -43,9 +45,16 @@ _UNSAID = (
 
 
 def save_gguf(
-    model: Any, tokenizer: Any, path: str | os.PathLike[str], replace: bool = False
+    model: Any,
+    tokenizer: Any,
+    path: str | os.PathLike[str],
+    replace: bool = False,
+    head: MtpHead | None = None,
 ) -> None:
     """Write a transformers model as one GGUF file, with its tokenizer.
+
+    head: the model's own for later tokens, of load_mtp, which becomes the layer behind the model's
+    (nextn). llama.cpp refuses files with one that are of architectures without has_nextn.
 
     tokenizer: a fast one, BPE; None for a file of weights alone, which load_gguf and llama.cpp's
     programs for text refuse; its library reads them.
@@ -54,14 +63,16 @@ def save_gguf(
     file is complete before it appears under its name.
     FileExistsError: there is such a file, and not `replace`. OSError: it cannot be written.
     ValueError, before anything is written: no transformers model, without an output head, or of a
-    type that is not among those written; a layer in a format that GGUF does not have, or that
-    gathers its input; a tensor or a tokenizer that has no place there. ValueError, and no file: a
-    value of the config that readers of the file would not find.
+    type that is not among those written; the head is of another model; a layer in a format that
+    GGUF does not have, or that gathers its input; a tensor or a tokenizer that has no place there.
+    ValueError, and no file: a value of the config that readers of the file would not find.
     """
     require("save_gguf", "gguf", *HF)
     refuse_sharded(model, "save_gguf")
     if not is_transformers_model(model) or quantized_by_another(model):
         raise ValueError(f"model must be a transformers model, got {type(model).__name__}")
+    if head is not None and not (isinstance(head, MtpHead) and _is_of(head, model)):
+        raise ValueError(f"head must be the model's own, of load_mtp, got {type(head).__name__}")
     target = check_target(path, replace, "replace=True")
     architecture, row, values = metadata(model.config)
     if model.get_output_embeddings() is None:
@@ -71,10 +82,33 @@ def save_gguf(
         )
     values |= {_NO_TOKENS: "no_vocab"} if tokenizer is None else vocabulary(tokenizer, model)
     tensors = _tensors(model, architecture, row)
+    if head is not None:
+        count = values[f"{architecture}.block_count"]
+        tensors |= stored_head(head, _tensors(head.block, architecture, row), count)
+        values |= {
+            f"{architecture}.block_count": count + 1,
+            f"{architecture}.nextn_predict_layers": 1,
+        }
     refuse_spoiled("model", row, tensors)
     with replaced(target) as made:
         _write(made, architecture, values, tensors)
         _check_config(made, row.as_stated(model.config))
+
+
+def has_nextn(config: Any) -> bool:
+    """Whether llama.cpp reads heads for later tokens in files of such a model, as gguf lists them.
+
+    ValueError: as of metadata.
+    """
+    from gguf import MODEL_ARCH_NAMES, MODEL_TENSOR, MODEL_TENSORS
+
+    architecture = metadata(config)[0]
+    arch = next(arch for arch, name in MODEL_ARCH_NAMES.items() if name == architecture)
+    return MODEL_TENSOR.NEXTN_EH_PROJ in MODEL_TENSORS[arch]
+
+
+def _is_of(head: MtpHead, model: Any) -> bool:
+    return head.block.get_input_embeddings() is model.get_input_embeddings()
 
 
 def check_target(path: str | os.PathLike[str], replace: bool, option: str) -> Path:
