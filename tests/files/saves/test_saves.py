@@ -19,7 +19,7 @@ from hf_models import random_model, same_bytes
 from safetensors.torch import load_file, save_file
 
 from torch_metalmm import load_gguf, load_mlx, load_packed, quantize_, save_mlx, save_packed
-from torch_metalmm.files import mtp
+from torch_metalmm.files import heads
 from torch_metalmm.files.mlx import save as mlx_save
 from torch_metalmm.files.staging import settle, staged
 from torch_metalmm.tools import cli, generate
@@ -54,7 +54,7 @@ def mlx_shards(model: Any, tokenizer: Any, folder: Path) -> None:
 def command(model: Any, tokenizer: Any, folder: Path) -> None:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(generate, "load_model", lambda *_: (model, tokenizer))
-        patch.setattr(mtp, "has_head", lambda *_: False)  # the source is no checkpoint
+        patch.setattr(heads, "has_head", lambda *_: False)  # the source is no checkpoint
         arguments = cli._parser().parse_args(
             ["quantize", __file__, "--force", "--output", str(folder)]
         )
