@@ -101,7 +101,7 @@ struct ByteDot {
       const F scale = set1(*Codes::scales(block)), min = set1(*Codes::mins(block));
 #pragma GCC unroll 8
       for (int v = 0; v < kVectors; ++v) {
-        const F w = fma(spread<false>(codes, v), scale, min);
+        const F w = spread<false>(codes, v) * scale + min;  // rounded as get() rounds
 #pragma GCC unroll 4
         for (int m = 0; m < kM; ++m) acc[m] = fma(w, load(x + (v * kM + m) * kWidth), acc[m]);
       }
