@@ -32,6 +32,8 @@ EPILOGUE = {
     "norm": "x normalised",
     "norm_weight": "weight of the norm",
     "norm_offset": "offset of that weight",
+    "factors": "y times factors",
+    "softcap": "soft cap of y",
     "activation": "activation",
 }
 BOUNDS = {
