@@ -22,10 +22,6 @@ constexpr int dot_rows(int m) {
 #endif
 }
 
-// How far ahead of a block its row is fetched. Zen 5, two threads, cold 4096 x 4096, of ggml's
-// time: q4_0 1.07 with 512 bytes, 0.99 with 2048.
-constexpr int kPrefetchBytes = 2048;
-
 // The last values of a row, zero-padded to a chunk. Dense codecs only.
 struct Tail {
   uint8_t bytes[kChunkValues * 4] = {};

@@ -9,10 +9,8 @@
 #include "codecs/plane.h"
 #include "dot.h"
 #include "kernels.h"
-#include "steps/dot.h"
-#if (defined(__AVX2__) && !defined(__AVX512F__)) || (defined(__aarch64__) && !defined(MM_SCALAR))
 #include "steps/bytes.h"
-#endif
+#include "steps/dot.h"
 
 namespace metalmm::cpu::MM_ISA {
 
@@ -134,7 +132,7 @@ constexpr StepKernels step_kernels(Indices<i...>) {
             {StepDot<Codec, step_rows(kDotRows[i]), kDotRows[i]>::run...},
             arrange<Codec>};
   }
-#elif defined(__AVX2__) || defined(MM_NEON)
+#elif defined(MM_BYTE_STEPS)
   if constexpr (Integers<Codec>::kKind.sub > 0) {
     using S = ByteSteps<Codec>;
     return {Codec::kBlockValues,

@@ -1,6 +1,5 @@
 #include "ops.h"
 
-#include <type_traits>
 #include <vector>
 
 #include "operands.h"
@@ -51,7 +50,7 @@ at::Tensor linear_of_rows(const Engine& e, const at::Tensor& x, at::Tensor rows,
 
 // x Wᵀ of gemv and gemm, scaled.
 template <class Args>
-at::Tensor scaled_matmul(const Engine& e, const Args& a) {
+at::Tensor scaled_matmul(const Engine& e, const Args& a, double softcap = 0) {
   const PackedWeight w = packed(a.weight, check(a));
   const at::ScalarType dtype = a.beta == 0 ? a.x.scalar_type() : common_dtype(a.x, {a.c});
   Operands o;
@@ -62,7 +61,7 @@ at::Tensor scaled_matmul(const Engine& e, const Args& a) {
   Problem p = problem(Op::kLinear, o[kSlotX], w);
   p.alpha = static_cast<float>(a.alpha);
   p.beta = static_cast<float>(a.beta);
-  if constexpr (std::is_same_v<Args, args::gemm>) p.softcap = static_cast<float>(a.softcap);
+  p.softcap = static_cast<float>(softcap);
   run(e, p, o, find_strategy(a.strategy, a.x));
   return like_input(o[kSlotY], a.x);
 }
@@ -97,7 +96,7 @@ at::Tensor linear_input_grad(const Engine& e, const args::linear_input_grad& a) 
 }
 
 at::Tensor gemv(const Engine& e, const args::gemv& a) { return scaled_matmul(e, a); }
-at::Tensor gemm(const Engine& e, const args::gemm& a) { return scaled_matmul(e, a); }
+at::Tensor gemm(const Engine& e, const args::gemm& a) { return scaled_matmul(e, a, a.softcap); }
 
 at::Tensor dequantize(const Engine& e, const args::dequantize& a) {
   const at::ScalarType type = check_dtype(a.dtype);

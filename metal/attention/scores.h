@@ -4,7 +4,7 @@
 
 #include <metal_simdgroup>
 
-#include "../layer/activation.h"
+#include "../layer/soft_cap.h"
 #include "../tile/load.h"
 
 namespace metalmm {

@@ -2,7 +2,7 @@
 // f32, soft-capped where asked, rounded once.
 #pragma once
 
-#include "../layer/activation.h"
+#include "../layer/soft_cap.h"
 
 namespace metalmm {
 

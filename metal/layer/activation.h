@@ -1,5 +1,4 @@
-// The functions of a gated MLP and the soft cap of scores in f32, and the product that such a layer
-// makes of one.
+// The functions of a gated MLP in f32, and the product that such a layer makes of one.
 #pragma once
 
 #include "../entry.h"
@@ -42,19 +41,6 @@ METAL_FUNC float gelu(float x) {
   for (int i = kTerms - 2; i >= 0; --i) p = fma(p, t, kP[i]);
   const float tail = t * exp(fma(-0.5f * x, x, p));
   return x * (x > 0.0f ? 1.0f - tail : tail);
-}
-
-// c tanh(s / c). tanh: below 0.625 an odd polynomial (Cephes tanhf), else 1 - 2 / (e^2x + 1), both
-// within 2 ulp.
-METAL_FUNC float soft_cap(float s, float c) {
-  const float x = s / c, size = abs(x), z = x * x;
-  float p = fma(-5.70498872745e-3f, z, 2.06390887954e-2f);
-  p = fma(p, z, -5.37397155531e-2f);
-  p = fma(p, z, 1.33314422036e-1f);
-  p = fma(p, z, -3.33332819422e-1f);
-  const float small = fma(p * z, x, x);
-  const float large = copysign(1.0f - 2.0f / (exp(2.0f * (size > 20.0f ? 20.0f : size)) + 1.0f), x);
-  return c * (size < 0.625f ? small : large);
 }
 
 METAL_FUNC bool activation_is(Activation activation) {

@@ -13,6 +13,9 @@
 #include "cpu/int8/codecs_k.h"
 #include "cpu/int8/codecs_plane.h"
 
+#if (defined(__AVX2__) && !defined(__AVX512F__)) || defined(MM_NEON)
+#define MM_BYTE_STEPS
+
 namespace metalmm::cpu::MM_ISA {
 
 // The value of a chunk in a lane of the vector v: the shuffle moves bytes within 16.
@@ -195,3 +198,5 @@ void arrange_bytes(const ArrangeArgs& a) {
 }
 
 }  // namespace metalmm::cpu::MM_ISA
+
+#endif
