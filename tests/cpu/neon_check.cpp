@@ -78,6 +78,20 @@ int check_format(const Format& f) {
     slow.dot[i]({w, 0, kRows, x.data(), yb.data(), kRows});
     failures += !near(ya, yb, kK);
   }
+  const StepKernels& steps = fast.steps;
+  for (int i = 0; i < kNumStepKernels && steps.values > 0; ++i) {
+    const int64_t m = kDotRows[i];
+    const std::vector<float> x = random_values(m * kK);
+    std::vector<float> arranged(m * kK / steps.values * steps.step_floats), interleaved(m * kK);
+    for (int64_t r = 0; r < m; ++r) {
+      for (int64_t k = 0; k < kK; ++k) interleaved[(k / 4 * m + r) * 4 + k % 4] = x[r * kK + k];
+    }
+    steps.arrange({x.data(), kK, m, kK, m, arranged.data()});
+    std::vector<float> ya(m * kRows), yb(ya.size());
+    steps.dot[i]({w, 0, kRows, arranged.data(), ya.data(), kRows});
+    slow.dot[i]({w, 0, kRows, interleaved.data(), yb.data(), kRows});
+    failures += !near(ya, yb, kK);
+  }
   if (failures) std::printf("%s: %d differences\n", f.name.c_str(), failures);
   return failures;
 }
