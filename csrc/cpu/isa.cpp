@@ -133,7 +133,7 @@ constexpr StepKernels step_kernels(Indices<i...>) {
             arrange<Codec>};
   }
 #elif defined(MM_BYTE_STEPS)
-  if constexpr (Integers<Codec>::kKind.sub > 0) {
+  if constexpr (kHasByteSteps<Codec>) {
     using S = ByteSteps<Codec>;
     return {Codec::kBlockValues,
             S::kFloats,

@@ -195,9 +195,12 @@ struct IQ4_XS : BlockCodec<256, 136> {
     high = (high | high << 24) & 0x000000ff000000ff;
     high = (high | high << 12) & 0x000f000f000f000f;
     high = (high | high << 6) & 0x0303030303030303;
-    const uint64_t codes[2] = {low | high << 4, 0};
+    // Stored at once: a load of 16 bytes waits for two stores of 8, which made int8 products of
+    // AVX-512 take twice their time.
+    typedef uint64_t Pair __attribute__((vector_size(16)));
+    const Pair codes = {low | high << 4, 0};
     uint8_t bytes[sizeof codes];
-    std::memcpy(bytes, codes, sizeof bytes);
+    std::memcpy(bytes, &codes, sizeof bytes);
     const F d = half(k.b);
     for (int i = 0; i < 8; i += kWidth) {
       store(k.scale + i, to_float(load_u8(bytes + i) - 32) * d);
