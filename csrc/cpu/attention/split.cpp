@@ -155,7 +155,7 @@ void attend_split(const Attention& a, float* out) {
   Split split(a, x);
   const int64_t kv = a.batch * a.kv_heads;
   const int64_t work = std::min(split.part, a.longest()) * x.rows * x.dim;
-  parallel_for(0, kv * split.parts, std::max<int64_t>(1, (1 << 16) / work),
+  parallel_for(0, kv * split.parts, std::max<int64_t>(1, (1 << 14) / work),
                [&](int64_t first, int64_t last) {
                  Lines<float> s((x.rows + kMaxDotRows) * split.part);
                  Lines<float> decoded(kBlockSlots * x.dim);
