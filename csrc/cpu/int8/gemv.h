@@ -1,0 +1,163 @@
+// Products of one row of x, rounded to int8 or int16.
+#pragma once
+
+#include "codecs_pairs.h"
+
+namespace metalmm::cpu::MM_ISA {
+
+template <class Codec>
+MM_INLINE void prefetch_block(const uint8_t* row, int64_t block) {
+  for (int i = 0; i < Codec::kBlockBytes; i += 64) {
+    __builtin_prefetch(row + block * Codec::kBlockBytes + i + kPrefetchBytes);
+  }
+}
+
+// The scales and biases of the row behind, of a format that has them in planes: they lie apart from
+// what is read in order, and each line of them serves 1024 values or more. One thread, cold
+// affine4_g64 (Zen 4): 5.9 cycles a chunk without.
+template <class Codec>
+MM_INLINE void prefetch_planes(const Weight& w, const uint8_t* row) {
+  if (sizeof(typename Codec::Row) == sizeof row) return;  // one pointer: no planes
+  const RowLayout& l = w.layout;
+  const int64_t end = 2 * l.biases_offset - l.scales_offset;
+  for (int64_t i = l.scales_offset; i < end; i += 64) __builtin_prefetch(row + w.row_stride + i);
+}
+
+// What a row of W gives, chunk by chunk. Traffic: kParts + 1 bytes a value of x.
+template <class Codec, int kParts>
+class ChunkSum {
+  using Codes = Integers<Codec>;
+  using Block = typename Codes::Block;
+  using V = Floats<kGemvBytes>;
+  static constexpr int8::Kind kKind = Codes::kKind;
+  static constexpr int kVectors = kChunkValues / kGemvBytes, kLanes = kGemvBytes / 4;
+  static constexpr bool kWide = kKind.wide && kWideCosts;
+  static constexpr int kGroups = Codec::kBlockValues / kKind.sub;
+  static constexpr int kChunks = Codec::kBlockValues / kChunkValues;
+  // Sums of a chunk, one or two vectors.
+  static constexpr int kSums = kChunkValues / (kKind.sub > kGemvBytes ? kKind.sub : kGemvBytes);
+
+ public:
+  // Block b of the row.
+  MM_INLINE void add(const Block& block, const int8::RoundedRow& x, int64_t b) {
+    float scales[kGroups];
+    if constexpr (kGroups == 1) {
+      scales[0] = *Codes::scales(block) * x.scale[b];
+    } else {
+#pragma GCC unroll 4
+      for (int i = 0; i < kGroups; i += kLanes) {
+        const V both = load_as<V>(Codes::scales(block) + i) * load_as<V>(x.scale + b * kGroups + i);
+        std::memcpy(scales + i, &both, sizeof both);
+      }
+      // From here on in memory: gcc would permute registers for each lane, where a load gives every
+      // lane one number; q6_k 4.8 cycles a chunk (Zen 4).
+      if (kKind.sub >= kGemvBytes) asm("" : "+m"(scales));
+    }
+    if constexpr (kKind.min) {
+      const uint8_t* added = x.added + 4 * b * kGroups;
+      if constexpr (kGroups == 1) {
+        mins_ = fma_of(load_as<float>(added), *Codes::mins(block), mins_);
+      } else {
+#pragma GCC unroll 4
+        for (int i = 0; i < kGroups; i += kLanes) {
+          lanes_ = fma_of(load_as<V>(added + 4 * i), load_as<V>(Codes::mins(block) + i), lanes_);
+        }
+      }
+    }
+#pragma GCC unroll 8
+    for (int c = 0; c < kChunks; ++c) multiply(block, scales, c, x, b * kChunks + c);
+  }
+
+  MM_INLINE float total() const { return sum_of(lanes_) + mins_; }
+
+ private:
+  // The numbers of chunk c, sum i: where a vector holds two groups, each in its lanes.
+  static MM_INLINE V of_groups(const float* numbers, int c, int i) {
+#if defined(__AVX2__)
+    if constexpr (kKind.sub < kGemvBytes) {
+      __m256i pick = _mm256_add_epi32(_mm256_set_epi32(1, 1, 1, 1, 0, 0, 0, 0),
+                                      _mm256_set1_epi32(2 * (c % 4)));
+      asm("" : "+v"(pick));  // a constant that gcc sees becomes two permutations
+      return _mm256_permutevar8x32_ps(load_as<V>(numbers + c / 4 * 8), pick);
+    }
+#else
+    static_assert(kKind.sub >= kGemvBytes);
+#endif
+    return every<kGemvBytes>(numbers[c * kSums + i]);
+  }
+
+  MM_INLINE void multiply(const Block& block, const float* scales, int c, const int8::RoundedRow& x,
+                          int64_t chunk) {
+    const Bytes codes = Codes::codes(block, c);
+#pragma GCC unroll 2
+    for (int i = 0; i < kSums; ++i) {
+      Ints<kGemvBytes> sum = {}, high = {};
+      if (!kKind.min) {
+        sum = load_as<Ints<kGemvBytes>>(x.added + (chunk * kSums + i) * kGemvBytes);
+      }
+#pragma GCC unroll 2
+      for (int v = i * kVectors / kSums; v < (i + 1) * kVectors / kSums; ++v) {
+        const int8_t* q = x.codes + chunk * kParts * kChunkValues + v * kGemvBytes;
+        const auto w = part<kGemvBytes>(codes, v);
+        if (kParts == 2) high = dot<kWide>(high, w, load_as<Ints<kGemvBytes>>(q));
+        q += (kParts - 1) * kChunkValues;
+        sum = dot<kWide>(sum, w, load_as<Ints<kGemvBytes>>(q));
+      }
+      static_assert(int8::kBase == (1 << 8) - 1, "shifts, where vectors multiply slowly");
+      if (kParts == 2) sum += (high << 8) - high;
+      lanes_ = fma_of(__builtin_convertvector(sum, V), of_groups(scales, c, i), lanes_);
+    }
+  }
+
+  V lanes_ = {};
+  float mins_ = 0;  // of blocks of one group
+};
+
+// Owner: one thread; kRows rows of W at a time, a kRows-th of the range apart (cpu/isa.cpp's Dot
+// says why). Traffic: W once, decoded into registers; x, kParts + 1 bytes a value, once per kRows
+// rows.
+template <class Codec, int kRows, int kParts>
+struct Int8Gemv {
+  using Codes = Integers<Codec>;
+#if defined(__AVX512F__)
+  using Sum = std::conditional_t<kParts == 1 && Codec::kBlockValues == 256, PairSum<Codec>,
+                                 ChunkSum<Codec, kParts>>;
+#else
+  using Sum = ChunkSum<Codec, kParts>;
+#endif
+
+  static MM_INLINE void multiply_rows(const int8::GemvArgs& g, const uint8_t* const* p,
+                                      Sum (&y)[kRows]) {
+    const int64_t blocks = g.weight.k / Codec::kBlockValues;
+    typename Codec::Row row[kRows];
+    for (int r = 0; r < kRows; ++r) row[r] = Codec::row(p[r], g.weight.layout);
+    typename Codes::Block open[kRows];
+    for (int64_t b = 0; b < blocks; ++b) {
+#pragma GCC unroll 4
+      for (int r = 0; r < kRows; ++r) {
+        prefetch_block<Codec>(p[r], b);
+        Codes::open(row[r], b, open[r]);
+        y[r].add(open[r], g.x, b);
+      }
+    }
+  }
+
+  static void run(const int8::GemvArgs& g) {
+    const int64_t n_rows = g.last_row - g.first_row, passes = ceil_div(n_rows, kRows);
+    for (int64_t i = 0; i < passes; ++i) {
+      const uint8_t* p[kRows];
+      for (int r = 0; r < kRows; ++r) {
+        const int64_t n = i + r * passes;
+        p[r] = g.weight.row(g.first_row + (n < n_rows ? n : n_rows - 1));
+        prefetch_planes<Codec>(g.weight, p[r]);
+      }
+      Sum y[kRows];
+      multiply_rows(g, p, y);
+      for (int r = 0; r < kRows && i + r * passes < n_rows; ++r) {
+        g.y[i + r * passes] = y[r].total();
+      }
+    }
+  }
+};
+
+}  // namespace metalmm::cpu::MM_ISA
