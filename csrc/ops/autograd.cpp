@@ -164,6 +164,7 @@ Tensor recorded(const args::swiglu_linear& a) { return record<SwiGLULinear>(a); 
 Tensor recorded(const args::gemv& a) { return record<Scaled<args::gemv, gemv_at>>(a); }
 Tensor recorded(const args::gemm& a) {
   if (a.softcap == 0) return record<Scaled<args::gemm, gemm_at>>(a);
+  check(a);
   const Tensor y =
       call(args::gemm{a.x.to(at::kFloat), a.weight, a.format, a.c, a.alpha, a.beta, a.strategy, 0});
   return stored(composed::soft_cap(y, a.softcap), a.x.scalar_type());

@@ -40,8 +40,9 @@ struct Recorder<Formula, Args, Kinds<Kind...>>
   static Tensor forward(AutogradContext* ctx, typename Kind::Given... given) {
     at::AutoDispatchBelowADInplaceOrView guard;
     const Args a{given...};
+    const Tensor y = call(a);  // first: it checks what save() reads
     Formula::save(ctx, a);
-    return call(a);
+    return y;
   }
   static variable_list backward(AutogradContext* ctx, variable_list grads) {
     variable_list out(sizeof...(Kind));

@@ -45,7 +45,7 @@ OF_THE_DEVICE = {"ids too large": [1, 4], "ids negative": [0, 3], "ids beyond in
 
 @pytest.mark.parametrize("label", CASES)
 def test_bad_arguments(label: str, backend: Backend) -> None:
-    """Of tensors, and of fakes, in the same words."""
+    """Of tensors, also where a gradient is recorded, and of fakes, in the same words."""
     put = {k: backend.put(v) for k, v in arguments().items()}
     t, case = SimpleNamespace(**put), CASES[label]
     if label in OF_THE_DEVICE and backend.device != "cpu":
@@ -53,6 +53,9 @@ def test_bad_arguments(label: str, backend: Backend) -> None:
         assert torch.equal(case.call(t), ops.embedding(nearest, t.w, "q4_0"))
         return
     said = expect(case, t)
+    recorded = SimpleNamespace(**put | {"x": put["x"].clone().requires_grad_()})
+    with pytest.raises(case.error, match=f"^{case.argument}|requires grad, but .* has no gradient"):
+        case.call(recorded)
     if not case.data:
         with FakeTensorMode() as mode:
             fakes = SimpleNamespace(**{k: mode.from_tensor(v) for k, v in put.items()})

@@ -1,14 +1,16 @@
 """Results that wait for the numbers that their caller applies to them, to be one op with these.
 
 A model multiplies what its embedding gives by a number, or caps what its head gives by a tanh, in a
-forward of its own that nothing replaces. So the module gives a tensor without values, from which
-those functions make another such tensor, and the last of them, which fuse_ has seen, the result.
-Any other function, also one by another number, is given the module's own result.
+forward of its own that nothing replaces. So the module gives that forward a tensor without values,
+from which those functions make another such tensor, and the last of them, which fuse_ has seen, the
+result. Any other function, also one by another number, is given the module's own result, as is any
+other caller of the module.
 """
 
 from __future__ import annotations
 
 import math
+import sys
 from collections.abc import Sequence
 from typing import Any
 
@@ -25,6 +27,7 @@ _embedding = torch.ops.metalmm.embedding.default
 _gemm = torch.ops.metalmm.gemm.default
 
 Step = tuple[str, float]  # a function, and its number
+Caller = tuple[str, str, int]  # a function: its module, its name, and the line where it begins
 _NAMES = {"mul": "mul", "__rmul__": "mul", "div": "div", "__truediv__": "div", "tanh": "tanh"}
 _FUNCTIONS: dict[str, Any] = {"mul": torch.mul, "div": torch.div, "tanh": lambda y, _: y.tanh()}
 # What a tensor without values says of itself.
@@ -73,7 +76,7 @@ class Waiting(Tensor):
     def __torch_function__(
         cls, function: Any, types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
-        if function in _SAID:
+        if function in _SAID and args[0].known is None:
             with torch._C.DisableTorchFunctionSubclass():
                 return function(*args, **(kwargs or {}))
         step = None if kwargs else _step(function, *args)
@@ -102,14 +105,16 @@ class Awaiting(StandIn):
     """The forward of a packed embedding, or of an output head, whose result waits for `steps`.
 
     The module's own computes where torch.compile traces, where a gradient is recorded, under
-    autocast, and where a head has more than its product, or rounds what it reads. steps None: any
-    are waited for, and `last` is what came of them.
+    autocast, where a head has more than its product, or rounds what it reads, and for callers but
+    `reader`: what they do with x, the weights and torch's modes before they read the result is
+    unknown. steps None: any are waited for, `last` is what came of them, and `reader` who called.
     """
 
     def __init__(self, module: QuantEmbedding | QuantLinear) -> None:
         super().__init__(module)
         self.steps: tuple[Step, ...] | None = None
         self.last: Waiting | None = None
+        self.reader: Caller | None = None
 
     def forward(self, x: Tensor) -> Tensor:
         module = self.module
@@ -120,11 +125,16 @@ class Awaiting(StandIn):
             or (torch.is_grad_enabled() and x.requires_grad)
             or (module.embed_scale is not None if is_table else not _is_product(module, x))
         )
-        if own:
+        if own or not self._is_read_by(caller()):
             return self.original(x)
         if is_table:
             return Waiting.of(self, x, (*x.shape, module.embedding_dim), module.dtype)
         return Waiting.of(self, x, (*x.shape[:-1], module.out_features), x.dtype)
+
+    def _is_read_by(self, function: Caller) -> bool:
+        if self.steps is None:
+            self.reader = function
+        return self.reader == function
 
     def expect(self, steps: tuple[Step, ...]) -> None:
         """Wait for these steps alone.
@@ -156,6 +166,15 @@ class Awaiting(StandIn):
         rows = x.reshape(-1, x.shape[-1])
         y = _gemm(rows, weight, module.format, None, self.factor, softcap=self.cap)
         return y.view(*x.shape[:-1], module.out_features)
+
+
+def caller() -> Caller:
+    """Who called the module whose forward calls this. A name, since code cannot be pickled."""
+    frame: Any = sys._getframe(2)
+    while frame.f_globals.get("__name__") == "torch.nn.modules.module":
+        frame = frame.f_back
+    code = frame.f_code
+    return frame.f_globals.get("__name__", ""), code.co_name, code.co_firstlineno
 
 
 def _is_product(head: QuantLinear, x: Tensor) -> bool:

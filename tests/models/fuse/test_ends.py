@@ -11,8 +11,8 @@ import torch
 from torch import Tensor, nn
 
 from bench.models.families import family
-from torch_metalmm import activations_, fuse_, unfuse_
-from torch_metalmm.nn.awaiting import Awaiting, Waiting
+from torch_metalmm import activations_, fuse_, quantize_, unfuse_
+from torch_metalmm.nn.awaiting import Awaiting, Waiting, caller
 from torch_metalmm.nn.fused import owner_of
 
 pytestmark = pytest.mark.filterwarnings("ignore")
@@ -46,6 +46,26 @@ def hidden(dtype: torch.dtype = torch.float32) -> Tensor:
 IDS = torch.tensor([[5, 0, 7]])
 
 
+def read(end: nn.Module, x: Tensor, function: Any = lambda y: y) -> Any:
+    """function(end(x)), as the model's own forward calls the end."""
+    owner = owner_of(end)
+    if not isinstance(owner, Awaiting):
+        return function(end(x))
+    known = owner.reader
+    owner.reader = Here()()
+    try:
+        return function(end(x))
+    finally:
+        owner.reader = known
+
+
+class Here(nn.Module):
+    """Who calls it."""
+
+    def forward(self) -> Any:
+        return caller()
+
+
 @pytest.mark.parametrize("dtype", U, ids=str)
 @pytest.mark.parametrize("kind", APPLIED)
 def test_one_op_computes_both(kind: str, dtype: torch.dtype) -> None:
@@ -57,9 +77,9 @@ def test_one_op_computes_both(kind: str, dtype: torch.dtype) -> None:
     x = hidden(dtype)
     with torch.no_grad():
         if of_rows is not None:
-            rows = of_rows(table(IDS))
+            rows = read(table, IDS, of_rows)
             assert type(rows) is Tensor and torch.equal(rows, of_rows(own_table(IDS)))
-        got, want = of_logits(head(x)), of_logits(own_head(x))
+        got, want = read(head, x, of_logits), of_logits(own_head(x))
     assert type(got) is Tensor and got.dtype == dtype
     assert bool(((got - want).abs().float() <= 8 * U[dtype] * want.abs().float()).all())
 
@@ -85,7 +105,7 @@ def test_anything_else_is_given_the_own_result(kind: str) -> None:
     x = hidden()
     with torch.no_grad():
         want = own(x)
-        waiting = head(x)
+        waiting = read(head, x)
         assert type(waiting) is Waiting and waiting.shape == want.shape and waiting.known is None
         assert (waiting.dtype, waiting.device, waiting.dim()) == (want.dtype, want.device, 3)
         for function in (
@@ -100,7 +120,7 @@ def test_anything_else_is_given_the_own_result(kind: str) -> None:
             lambda y: (y.argmax(-1), y / 6.0)[1],
             lambda y: y * y,
         ):
-            got, of_own = function(head(x)), function(own(x))
+            got, of_own = read(head, x, function), function(own(x))
             assert got == of_own if isinstance(got, list) else torch.equal(got, of_own)
             assert type(got) is not Waiting
 
@@ -120,7 +140,8 @@ def test_where_the_own_forward_computes() -> None:
     model, fused = both("granite")
     x = hidden().requires_grad_()
     grads = [
-        torch.autograd.grad((head(x) / 6.0).sum(), x)[0] for _, head in map(ends, both("granite"))
+        torch.autograd.grad(read(head, x, lambda y: y / 6.0).sum(), x)[0]
+        for _, head in map(ends, both("granite"))
     ]
     assert torch.equal(*grads)
     compiled = torch.compile(fused, backend="aot_eager", fullgraph=True)
@@ -128,7 +149,7 @@ def test_where_the_own_forward_computes() -> None:
         got, want = compiled(IDS, use_cache=False).logits, model(IDS).logits
         assert (got - want).norm() <= 2 * 2 * 14 * 128**0.5 * 2.0**-24 * want.norm()
         with torch.autocast("cpu", torch.bfloat16):
-            assert type(ends(fused)[1](hidden())) is Tensor
+            assert type(read(ends(fused)[1], hidden())) is Tensor
         for change in (
             lambda m: activations_(m, "int8"),
             lambda m: setattr(ends(m)[1], "bias", nn.Parameter(torch.ones(320), False)),
@@ -136,8 +157,8 @@ def test_where_the_own_forward_computes() -> None:
             pair = [copy.deepcopy(m) for m in (model, fused)]
             for each in pair:
                 change(each)
-            assert torch.equal(*(ends(each)[1](hidden()) for each in pair))
-            assert type(ends(pair[1])[1](hidden())) is Tensor
+            assert torch.equal(*(read(ends(each)[1], hidden()) for each in pair))
+            assert type(read(ends(pair[1])[1], hidden())) is Tensor
 
 
 def test_steps_that_no_op_has() -> None:
@@ -149,3 +170,60 @@ def test_steps_that_no_op_has() -> None:
         with pytest.raises(ValueError, match=r"steps: .*; allowed: products, of a head with one"):
             Awaiting(end).expect(steps)
     assert not any(isinstance(owner_of(end), Awaiting) for end in ends(both("llama")[1]))
+
+
+def test_other_callers_are_given_values() -> None:
+    """They may write to what the end has read, and read the result in another mode of torch."""
+    (own_table, own_head), (table, head) = map(ends, both("granite"))
+    x, ids = hidden(), IDS.clone()
+    with torch.no_grad():
+        y, rows = head(x), table(ids)
+    assert type(y) is Tensor and type(rows) is Tensor
+    x.zero_(), ids.fill_(1)
+    with torch.no_grad():
+        assert torch.equal(y, own_head(hidden())) and torch.equal(rows, own_table(IDS))
+    assert not (y + 0).requires_grad
+    zeros = {"weight": torch.zeros_like(head.weight)}
+    with torch.no_grad():
+        assert not torch.func.functional_call(head, zeros, (hidden(),)).any()
+
+
+def test_a_gradient_that_a_hook_asks_for() -> None:
+    """A soft prompt: the rows of the table are a leaf before the model multiplies them."""
+    _, fused = both("granite")
+
+    def asked(y: Tensor) -> tuple[Tensor, bool]:
+        return y.requires_grad_(True), y.requires_grad
+
+    rows, is_asked = read(ends(fused)[0], IDS, asked)
+    assert is_asked and rows.requires_grad
+
+
+@pytest.mark.parametrize("fails", [RuntimeError, torch.OutOfMemoryError, ArithmeticError])
+def test_an_op_that_fails_is_not_taken(
+    fails: type[Exception], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def made(self: Awaiting, x: Tensor) -> Tensor:
+        raise fails("no such kernel")
+
+    monkeypatch.setattr(Awaiting, "made", made)
+    fused = fuse_(copy.deepcopy(both("granite")[0]), "swiglu")
+    assert not any(isinstance(owner_of(end), Awaiting) for end in ends(fused))
+
+
+def test_models_without_a_table_of_tokens() -> None:
+    """Of images, of two towers, of sound: fuse_ leaves the ends that they do not have."""
+    import transformers as t
+
+    sizes: dict[str, Any] = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 1}
+    sizes["num_attention_heads"] = 2
+    towers = {"text_config": sizes | {"vocab_size": 64}, "vision_config": sizes}
+    towers["vision_config"] = sizes | {"image_size": 16, "patch_size": 8}
+    models = [
+        t.SegformerModel(t.SegformerConfig(hidden_sizes=[32, 64, 64, 64], depths=[1, 1, 1, 1])),
+        t.CLIPModel(t.CLIPConfig(**towers)),
+        t.ViTModel(t.ViTConfig(**sizes, image_size=16, patch_size=8)),
+    ]
+    for model in models:
+        quantize_(model.eval(), "q8_0")
+        assert fuse_(model) is model

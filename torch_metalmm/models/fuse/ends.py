@@ -18,20 +18,29 @@ from .runs import numbers
 
 def fuse_ends(model: Any) -> None:
     """Let a packed embedding and head compute such numbers, too, where both forms agree."""
-    ends = (model.get_input_embeddings(), model.get_output_embeddings())
-    packed = [m for m in ends if type(m) in (QuantEmbedding, QuantLinear) and unhooked(m)]
-    found = [Awaiting(module) for module in packed]
+    found = [Awaiting(m) for m in _ends(model) if unhooked(m)]
     if not found:
         return
     for each in found:
         each.attach()
     with quietly(model):
-        with suppress(Exception):  # it takes something else
-            ids = numbers(model.config.get_text_config().vocab_size, 1, 2)
-            model(input_ids=ids.to(packed[0].weight.device), use_cache=False)
-        for each in found:
-            if not _agrees(each):
-                each.detach()
+        try:
+            with suppress(Exception):  # it takes something else
+                ids = numbers(model.config.get_text_config().vocab_size, 1, 2)
+                model(input_ids=ids.to(found[0].module.weight.device), use_cache=False)
+        finally:
+            for each in found:
+                if not _agrees(each):
+                    each.detach()
+
+
+def _ends(model: Any) -> list[Any]:
+    """The packed embedding and head of the model, as far as it has them."""
+    ends = []
+    for get in (model.get_input_embeddings, model.get_output_embeddings):
+        with suppress(NotImplementedError, AttributeError):  # images, sound, several towers
+            ends.append(get())
+    return [m for m in ends if type(m) in (QuantEmbedding, QuantLinear)]
 
 
 def _agrees(end: Awaiting) -> bool:
@@ -42,7 +51,7 @@ def _agrees(end: Awaiting) -> bool:
     try:
         end.expect(seen.steps)
         want, got = seen.computed(), end.made(seen.x)
-    except (ArithmeticError, ValueError):  # steps that no op has
+    except Exception:  # steps that no op has, or no kernel for them
         return False
     u = U[want.dtype] if want.is_cpu else max(U[want.dtype], U[torch.float16])
     rounding = u + seen.x.shape[-1] ** 0.5 * U[torch.float32]
