@@ -4,21 +4,18 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from typing import Any
 
 import pytest
 import torch
 from backends import CASES as HOW_MANY
 from layer_models import ids, layers
-from replay_pair import KINDS, Pair, fused, recurrent, unfused
+from replay_pair import HYBRID, KINDS, Pair, fused, on, unfused
 from torch import Tensor, nn
 
 from torch_metalmm.hf.replay import replayed
 from torch_metalmm.models.cache_argument import with_cache
-from torch_metalmm.testing import emulated
-
-HYBRID = "qwen3_5_text"
 
 
 class _Added(nn.Module):
@@ -177,14 +174,14 @@ COUNTS = {"cpu": (24, 10_000), "emulator": (4, 50), "cuda": (24, 400)}
 def test_random_steps_with_changes(engine: str) -> None:
     if engine == "cuda" and not torch.cuda.is_available():
         pytest.skip("no such device")
-    models = {kind: recurrent() if kind == HYBRID else fused(kind) for kind in (*KINDS, HYBRID)}
+    models = {kind: fused(kind) for kind in (*KINDS, HYBRID)}
     if engine == "cuda":
         models = {kind: model.to("cuda") for kind, model in models.items()}
     count = COUNTS[engine][HOW_MANY == "all"]
     for number in range(count):
         r = random.Random(number)
         kind = r.choice([*models])
-        with _kept(models[kind]), emulated() if engine == "emulator" else nullcontext():
+        with _kept(models[kind]), on(engine):
             try:
                 _sequence(models[kind], kind, engine, r)
             except AssertionError as error:

@@ -2,20 +2,19 @@
 
 from __future__ import annotations
 
-from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import pytest
 import torch
 from family_models import CASES, family_pair
 from layer_models import ids, small
+from replay_pair import on
 from torch import Tensor
 
 from torch_metalmm import PackedCache, formats, fuse_
 from torch_metalmm.hf.replay import replayed
 from torch_metalmm.models.cache_argument import with_cache
 from torch_metalmm.nn.exact import MOST, exact_rows
-from torch_metalmm.testing import emulated
 
 # {architecture: (heads of keys, format of W, of the cache, how the MLP is fused, others)}
 MODELS: dict[str, tuple[int, str, str, str, dict[str, Any]]] = {
@@ -25,10 +24,6 @@ MODELS: dict[str, tuple[int, str, str, str, dict[str, Any]]] = {
     "phi3": (4, "q6_k", "f32", "swiglu", {}),
     "starcoder2": (2, "affine4_g64", "q8_0/q8_0", "swiglu", {}),
 }
-
-
-def on(engine: str) -> AbstractContextManager[Any]:
-    return emulated() if engine == "emulator" else nullcontext()
 
 
 def model_of(kind: str, dtype: torch.dtype) -> tuple[Any, str]:

@@ -74,9 +74,7 @@ def test_copies_and_undoing() -> None:
 def test_a_text_that_grows_is_replayed() -> None:
     pair = Pair(fuse_(model_of(), "swiglu", cache="q8_0/q8_0"), "q8_0/q8_0")
     pair.step(2)
-    for seed in range(12):
-        pair.step(seed=seed)
-    assert pair.steps.replays == 10, pair.steps.why
+    assert pair.go_on(12) == 10, pair.steps.why
 
 
 def test_another_growth_stays_the_layers_own(monkeypatch: pytest.MonkeyPatch) -> None:

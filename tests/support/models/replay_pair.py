@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import functools
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import layer_models
@@ -13,9 +14,21 @@ from torch import Tensor
 
 from torch_metalmm import PackedCache
 from torch_metalmm.hf.replay import replayed
+from torch_metalmm.testing import emulated
 
 KINDS = ("llama", "qwen3", "gemma3_text")
+HYBRID = "qwen3_5_text"  # a linear layer and one that attends
 WINDOW = 64
+_OPTIONS: dict[str, dict[str, Any]] = {
+    "gemma3_text": {"sliding_window": WINDOW},
+    HYBRID: {"layer_types": ["linear_attention", "full_attention"]}
+    | {"linear_num_key_heads": 2, "linear_num_value_heads": 4}
+    | {"linear_key_head_dim": 32, "linear_value_head_dim": 32},
+}
+
+
+def on(engine: str) -> AbstractContextManager[Any]:
+    return emulated() if engine == "emulator" else nullcontext()
 
 
 def fused(kind: str = "llama", cache: str = "q8_0/q8_0") -> Any:
@@ -24,16 +37,7 @@ def fused(kind: str = "llama", cache: str = "q8_0/q8_0") -> Any:
 
 @functools.cache
 def _fused(kind: str, cache: str) -> Any:
-    window = {"sliding_window": WINDOW} if kind == "gemma3_text" else {}
-    return layer_models.fused(kind, cache, head_dim=32, **window)
-
-
-def recurrent() -> Any:
-    """Of a linear layer and one that attends."""
-    sizes = {"linear_num_key_heads": 2, "linear_num_value_heads": 4}
-    sizes |= {"linear_key_head_dim": 32, "linear_value_head_dim": 32}
-    kinds = ["linear_attention", "full_attention"]
-    return layer_models.fused("qwen3_5_text", "q8_0/q8_0", layer_types=kinds, **sizes)
+    return layer_models.fused(kind, cache, head_dim=32, **_OPTIONS.get(kind, {}))
 
 
 def unfused(model: Any, layer: int, eps: float = 0.01) -> Any:
@@ -75,12 +79,21 @@ class Pair:
                 assert torch.equal(a, b)
         return got
 
-    def replays(self, count: int = 1, **given: Any) -> bool:
+    def go_on(self, steps: int = 1, count: int = 1, **given: Any) -> int:
+        """How many of so many steps are replays."""
+        before = self.steps.replays
+        for seed in range(steps):
+            self.step(count, seed=seed, **given)
+        return self.steps.replays - before
+
+    def replays(self) -> bool:
         """Whether the last of a few steps is a replay."""
-        for i in range(4):
-            before = self.steps.replays
-            self.step(count, seed=i, **given)
-        return self.steps.replays > before
+        self.go_on(3)
+        return bool(self.go_on())
+
+    def reset(self) -> None:
+        for cache in self.caches:
+            cache.reset()
 
 
 def recorded(model: Any = None) -> Pair:
