@@ -17,6 +17,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 
+from bench.models.op_counts import Calls
 from torch_metalmm import PackedCache, formats
 from torch_metalmm.hf.caches.layers import FIRST, SLACK, STEP, PackedLayer, PackedSlidingLayer
 from torch_metalmm.hf.caches.rows import PackedRows
@@ -291,21 +292,14 @@ def test_a_step_that_failed_in_code_of_others_is_not_gone_on_from(slots: int | N
     assert int(cache.get_seq_length()) == int(cache.get_seq_length(1)) == 2
 
 
-class _Additions(TorchDispatchMode):
-    count = 0
-
-    def __torch_dispatch__(self, op: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        self.count += op._schema.name in ("aten::add_", "aten::arange")
-        return op(*args, **(kwargs or {}))
-
-
 def test_slots_are_advanced_once_for_all_layers() -> None:
     cache, (k, v) = PackedCache(config(num_hidden_layers=5), "q8_0", slots=8), rows(1, 1, 0)
     for _ in range(2):
-        with _Additions() as seen:
+        with Calls() as calls:
             for layer in range(5):
                 cache.update(k, v, layer)
-    assert seen.count == 1 and int(cache.get_seq_length()) == 2
+    counted = [name for name in calls.others if name in ("add_", "arange")]
+    assert counted == ["add_"] and int(cache.get_seq_length()) == 2
 
 
 def test_slots_are_parts_of_one_tensor_that_grows() -> None:
@@ -314,10 +308,10 @@ def test_slots_are_parts_of_one_tensor_that_grows() -> None:
     with torch.inference_mode():
         for layer in range(3):
             cache.update(k, v, layer)
-        with _Additions() as seen:
+        with Calls() as calls:
             for layer in (0, 1, 2) * 5:
                 cache.update(k, v, layer)
-    assert seen.count == 0
+    assert calls.others == []
     slots = cache.layers[0].slots
     for first, count in ((6, 2), (4095, 0), (4095, 3), (9000, 16), (0, 1), (100_000, 1)):
         for _ in range(2):

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import functools
-import random
 from typing import Any
 
 import pytest
@@ -133,48 +132,6 @@ def test_random_steps_with_faults_and_changes() -> None:
     """tests/fuzz.py takes more of them."""
     for number in range(100):
         check_sequence(number)
-
-
-def changed(cache: PackedCache, r: random.Random, batch: int) -> int:
-    """Anything that generate() may do between two steps; the sequences that there are then."""
-    act = r.choice(("", "crop", "reorder", "repeat", "select", "reset"))
-    if act == "crop":
-        cache.crop(-r.choice((0, 1, 3)))
-    elif act == "reorder":
-        cache.reorder_cache(torch.tensor([r.randrange(batch) for _ in range(batch)]))
-    elif act == "repeat" and batch < 8:
-        cache.batch_repeat_interleave(2)
-        return 2 * batch
-    elif act == "select":
-        kept = sorted(r.sample(range(batch), max(1, batch // 2)))
-        cache.batch_select_indices(torch.tensor(kept))
-        return len(kept)
-    elif act == "reset":
-        cache.reset()
-    return batch
-
-
-@pytest.mark.parametrize("kind", ["llama", "gemma3_text"])
-@pytest.mark.parametrize("format", [None, "q8_0"])
-@pytest.mark.parametrize("seed", range(4))
-def test_any_calls_in_any_order(kind: str, format: str | None, seed: int) -> None:
-    """A cache that grows, is cropped, reordered, ... between steps of one token and of more."""
-    model = fused_model(kind)
-    caches = PackedCache(model.config, format), Updated(model.config, format)
-    for cache in caches:
-        cache.activate_past_recording()  # windows may be cropped
-    r, batch = random.Random(seed), 2
-    for step in range(20):
-        length = r.choice((1, 1, 1, 4, FEW_QUERIES + 1))
-        got, want = (
-            logits(model, cache, [{"input_ids": ids(batch, length, seed=step)}]) for cache in caches
-        )
-        assert torch.equal(got, want), step
-        rounds = [changed(cache, random.Random(step + 100 * seed), batch) for cache in caches]
-        assert rounds[0] == rounds[1]
-        batch = rounds[0]
-        for cache in caches:
-            cache.crop(0)  # as assisted decoding does after each step
 
 
 def test_rows_of_another_dtype_than_the_model() -> None:

@@ -10,9 +10,9 @@ import pytest
 import torch
 from family_models import family_pair
 from torch import Tensor, nn
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from bench.models.families import FAMILIES, family
+from bench.models.op_counts import Calls
 from torch_metalmm import unfuse_
 from torch_metalmm.models.fuse.rotations import fuse_rotations
 from torch_metalmm.nn import rotation as rotation_room
@@ -133,14 +133,6 @@ def test_when_the_own_forward_computes(monkeypatch: pytest.MonkeyPatch) -> None:
     assert rotations(model) and not rotations(unfuse_(model))
 
 
-class _Cats(TorchDispatchMode):
-    count = 0
-
-    def __torch_dispatch__(self, op: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        self.count += op._schema.name == "aten::cat"
-        return op(*args, **(kwargs or {}))
-
-
 @pytest.mark.parametrize("inference", [False, True])
 def test_angles_that_are_used_twice_are_made_twice(inference: bool) -> None:
     """gpt_oss has F numbers for heads of 2 F: no copy is made of those that nobody wrote since."""
@@ -150,31 +142,18 @@ def test_angles_that_are_used_twice_are_made_twice(inference: bool) -> None:
     with torch.inference_mode(inference):
         cos, sin = rotation.module(torch.zeros(1, 4, 8), places(1, 4))
         beside = [t.repeat(1, 1, 2) for t in (cos, sin)]
-        with _Cats() as seen:
+        with Calls() as calls:
             assert all(map(torch.equal, rotation_room.tables("twice", cos, sin), beside))
-            assert seen.count == 0
+            assert calls.others.count("cat") == 0
             rotation_room.tables("twice", cos.clone(), sin)
-            assert seen.count == 1
+            assert calls.others.count("cat") == 1
             cos.mul_(2)
             got = rotation_room.tables("twice", cos, sin)
-            assert seen.count == 2 and torch.equal(got[0], 2 * beside[0])
+            assert calls.others.count("cat") == 2 and torch.equal(got[0], 2 * beside[0])
     run = torch.compile(
         lambda t: rotation_room.tables("twice", t, t), fullgraph=True, backend="eager"
     )
     assert torch.equal(run(sin)[0], beside[1])
-
-
-class _Ops(TorchDispatchMode):
-    """The names of ops that are no views."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.names: list[str] = []
-
-    def __torch_dispatch__(self, op: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if not any(r.alias_info is not None for r in op._schema.returns):
-            self.names.append(op._schema.name)
-        return op(*args, **(kwargs or {}))
 
 
 @pytest.mark.parametrize("kind", ["gemma3_text", "gemma4_text", "glm4", "nanochat", "gpt_oss"])
@@ -187,10 +166,10 @@ def test_one_op_makes_the_angles_of_one_position(kind: str, inference: bool) -> 
     name = next(iter(rotation.tables))
     rotation.module(x, places(1, 3), *([] if name is None else [name]))  # lays the columns
     for _ in range(2):  # no pair is of the step before
-        with torch.inference_mode(inference), _Ops() as seen:
+        with torch.inference_mode(inference), Calls() as calls:
             made = {n: rotation.module(x, at, *([] if n is None else [n])) for n in rotation.tables}
             formed = {n: rotation_room.tables(f, *made[n]) for n in made for f in rotation.forms}
-        assert seen.names == ["metalmm::rope_tables"]
+        assert calls.outside() == ["rope_tables"]
         for name, pair in made.items():
             given = () if name is None else (name,)
             want = type(rotation.module).forward(copy.deepcopy(rotation.module), x, at, *given)
@@ -222,9 +201,9 @@ def test_kinds_whose_rows_would_not_be_aligned_are_made_one_by_one() -> None:
     x, at = torch.zeros(1, 1, 8), torch.tensor([[5]])
     for kind in ("full_attention", "sliding_attention"):
         rotation.module(x, at, kind)
-        with _Ops() as seen:
+        with Calls() as calls:
             rotation.module(x, at, kind)
-        assert seen.names == ["metalmm::rope_tables"]
+        assert calls.outside() == ["rope_tables"]
         assert_same(rotation, x, at, kind)
 
 

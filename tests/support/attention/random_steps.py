@@ -22,6 +22,7 @@ from torch import Tensor
 from transformers import DynamicCache
 
 from torch_metalmm import PackedCache, fuse_
+from torch_metalmm.hf.caches.rows import FEW_QUERIES
 from torch_metalmm.nn import heads as fused_code
 
 KINDS = ("llama", "gemma3_text", "qwen3")
@@ -169,7 +170,7 @@ def check_sequence(number: int) -> float:
         each.activate_past_recording()  # type: ignore[no-untyped-call]
     batch, length, worst = r.choice((1, 2, 3)), 0, 0.0
     for step in range(r.randrange(4, 10)):
-        count = r.choice((1, 1, 1, 2, 5)) if length + 5 < 60 else 0
+        count = r.choice((1, 1, 1, 2, 5, FEW_QUERIES + 1)) if length + FEW_QUERIES < 60 else 0
         if count:
             given = {"input_ids": ids(batch, count, seed=1000 * number + step)}
             faults = [fault, outside][: 1 + (length > 0)]
