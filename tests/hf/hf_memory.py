@@ -11,10 +11,10 @@ import json
 import sys
 import threading
 from pathlib import Path
+from typing import Any
 
 import torch
 import transformers
-from safetensors.torch import save_file
 
 import torch_metalmm
 
@@ -29,26 +29,22 @@ def anonymous_bytes() -> int:
     raise RuntimeError("the kernel does not report RssAnon")
 
 
-def write_model(folder: Path) -> None:
+def write_model(folder: Path, vocabulary: int, hidden: int, inner: int, layers: int) -> None:
     config = transformers.LlamaConfig(
-        vocab_size=VOCAB,
-        hidden_size=H,
-        intermediate_size=FFN,
-        num_hidden_layers=LAYERS,
+        vocab_size=vocabulary,
+        hidden_size=hidden,
+        intermediate_size=inner,
+        num_hidden_layers=layers,
         num_attention_heads=8,
         tie_word_embeddings=True,
-        architectures=["LlamaForCausalLM"],
-        dtype="bfloat16",
     )
-    with torch.device("meta"):
-        state = transformers.LlamaForCausalLM(config).state_dict()
-    row = torch.randn(1, FFN, dtype=torch.bfloat16)
-    state = {n: row[:, : t.shape[-1]].expand(t.shape) for n, t in state.items() if t.dim() == 2} | {
-        n: torch.ones(t.shape, dtype=torch.bfloat16) for n, t in state.items() if t.dim() == 1
-    }
-    del state["lm_head.weight"]
-    save_file({n: t.contiguous() for n, t in state.items()}, folder / "model.safetensors")
-    config.save_pretrained(folder)
+    transformers.LlamaForCausalLM._from_config(config, dtype=torch.bfloat16).save_pretrained(folder)
+
+
+def load(folder: Path) -> Any:
+    return transformers.AutoModelForCausalLM.from_pretrained(
+        folder, quantization_config=torch_metalmm.MetalMMConfig("q8_0")
+    )
 
 
 def peak_growth(folder: Path) -> tuple[int, int]:
@@ -64,9 +60,7 @@ def peak_growth(folder: Path) -> tuple[int, int]:
 
     watcher = threading.Thread(target=watch)
     watcher.start()
-    model = transformers.AutoModelForCausalLM.from_pretrained(
-        folder, quantization_config=torch_metalmm.MetalMMConfig("q8_0")
-    )
+    model = load(folder)
     done.set()
     watcher.join()
     packed = sum(p.numel() * p.element_size() for p in model.parameters())
@@ -75,23 +69,11 @@ def peak_growth(folder: Path) -> tuple[int, int]:
 
 if __name__ == "__main__":
     path = Path(sys.argv[1])
-    write_model(path)
+    write_model(path, VOCAB, H, FFN, LAYERS)
     # A tiny model first: memory of imports and of warming up is not the model's.
-    config = transformers.LlamaConfig(
-        vocab_size=64, hidden_size=64, intermediate_size=64, num_hidden_layers=1
-    )
-    transformers.LlamaForCausalLM(config).save_pretrained(path / "tiny")
-    transformers.AutoModelForCausalLM.from_pretrained(
-        path / "tiny", quantization_config=torch_metalmm.MetalMMConfig("q8_0")
-    )
+    write_model(path / "tiny", 64, 64, 64, 1)
+    load(path / "tiny")
     growth, packed = peak_growth(path)
-    print(
-        json.dumps(
-            {
-                "dense": (path / "model.safetensors").stat().st_size,
-                "packed": packed,
-                "largest": 2 * VOCAB * H,
-                "growth": growth,
-            }
-        )
-    )
+    dense = (path / "model.safetensors").stat().st_size
+    sizes = {"dense": dense, "packed": packed, "largest": 2 * VOCAB * H, "growth": growth}
+    print(json.dumps(sizes))
