@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from layer_models import FUSED, fused, ids, layers, padded
+from layer_models import FUSED, fused, ids, layers, near, padded
 from random_steps import check_sequence
 from torch import Tensor
 from transformers import AttentionInterface, DynamicCache
@@ -20,7 +20,6 @@ from torch_metalmm.hf.caches.rows import FEW_QUERIES
 
 pytestmark = pytest.mark.covering
 
-NEAR = 2 * 10 * 96**0.5 * 2.0**-24  # as in test_layers.py
 HEADS_OF_16 = ("phi3", "olmo2", "helium")  # q8_0 needs 32
 # Of these the size may be chosen.
 CHOSEN = ("llama", "mistral", "qwen2", "smollm3", "granite")
@@ -140,7 +139,7 @@ def test_rows_of_another_dtype_than_the_model() -> None:
     parts = parts_of(2, 9, 1, 3, 1)
     want = logits(model, Updated(model.config, "f16"), parts)
     got = logits(model, PackedCache(model.config, "f16"), parts)
-    assert (got - want).norm() <= NEAR * want.norm()
+    assert near(got, want)
 
 
 def test_what_goes_by_update() -> None:

@@ -144,6 +144,13 @@ def logits(model: Any, **given: Any) -> Tensor:
     return out
 
 
+def near(a: Tensor, b: Tensor, k: int = 96, stages: int = 10) -> bool:
+    """Whether a differs from b as sums of k products and fewer do in another order, in so many
+    stages of each of two layers."""
+    bound = 2 * stages * k**0.5 * 2.0**-24
+    return bool((a - b).double().norm() <= bound * b.double().norm())
+
+
 def padded(batch: int, length: int) -> dict[str, Tensor]:
     """Prompts padded on the left, each by one token more."""
     tokens, mask = ids(batch, length), torch.ones(batch, length, dtype=torch.long)
