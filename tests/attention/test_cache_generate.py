@@ -114,15 +114,6 @@ def test_other_ways_to_generate(attention: str) -> None:
         assert generate(model, PackedCache(model.config), repeating, **options) == want
 
 
-def test_assisted_tokens_of_a_window() -> None:
-    """Crops of a sliding window, which records what was before."""
-    model = model_of("mistral", "metalmm")
-    ids = token_ids(1, 20)
-    want = generate(model, DynamicCache(config=model.config), ids)
-    for options in ({"assistant_model": tiny_llama(1)}, {"prompt_lookup_num_tokens": 3}):
-        assert generate(model, PackedCache(model.config), ids, **options) == want
-
-
 def forced(model: Any, cache: Any, ids: Tensor, parts: tuple[int, ...]) -> Tensor:
     """Logits of ids, given in parts."""
     out = []

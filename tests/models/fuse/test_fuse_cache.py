@@ -27,12 +27,6 @@ def model_of(kind: str = "llama", cache: str | None = None, **options: Any) -> A
     return fused(kind, cache, **(HEAD | options))
 
 
-def assistant_of(kind: str, format: str) -> Any:
-    """Of one layer; one that slides where there are two kinds."""
-    kinds = {"layer_types": ["sliding_attention"]} if kind == "gemma3_text" else {}
-    return model_of(kind, format, num_hidden_layers=1, **kinds)
-
-
 def made(model: Any, given: dict[str, Any], **options: Any) -> Any:
     arguments = {"max_new_tokens": 10, "do_sample": False, "eos_token_id": None} | options
     if isinstance(given, torch.Tensor):
@@ -70,7 +64,8 @@ def test_the_tokens_are_those_of_dynamic_cache(kind: str, format: str) -> None:
     model = model_of(kind, format)
     plain = unfuse_(copy.deepcopy(model))
     assert type(made(plain, ids(1, 3)).past_key_values) is DynamicCache
-    assistant = assistant_of(kind, format)
+    kinds = {"layer_types": ["sliding_attention"]} if kind == "gemma3_text" else {}
+    assistant = model_of(kind, format, num_hidden_layers=1, **kinds)
     repeating = ids(1, 5).repeat(1, 3)
     ways: list[tuple[Any, dict[str, Any]]] = [
         (padded(3, 7), {}),
@@ -87,17 +82,6 @@ def test_the_tokens_are_those_of_dynamic_cache(kind: str, format: str) -> None:
         assert tokens(plain, given, assistant_model=assistant) == want
 
 
-@pytest.mark.parametrize("format", ["q8_0", "q4_0_rotated/q4_0_rotated"])
-def test_assisted_tokens_of_packed_rows(format: str) -> None:
-    """An assistant proposes what the model itself says: rejected tokens leave no trace."""
-    for kind in ("llama", "gemma3_text"):
-        model, assistant = model_of(kind, format), assistant_of(kind, format)
-        given = ids(1, 5).repeat(1, 4)
-        want = tokens(model, given)
-        assert tokens(model, given, prompt_lookup_num_tokens=3) == want
-        assert tokens(model, given, assistant_model=assistant) == want
-
-
 def test_what_the_caller_names_counts() -> None:
     model = model_of(cache="q8_0")
     given = ids(1, 5)
@@ -109,15 +93,6 @@ def test_what_the_caller_names_counts() -> None:
     assert made(model, given, use_cache=False).past_key_values is None
     with torch.no_grad():
         assert type(model(given).past_key_values) is DynamicCache
-
-
-def test_a_conversation_goes_on() -> None:
-    model = model_of(cache="q8_0")
-    first = made(model, ids(1, 8))
-    asked = torch.cat([first.sequences, ids(1, 6, seed=3)], 1)
-    again = made(model, asked, past_key_values=first.past_key_values)
-    assert again.past_key_values is first.past_key_values
-    assert again.sequences.tolist() == tokens(model, asked)
 
 
 def test_unfuse_and_other_formats() -> None:
