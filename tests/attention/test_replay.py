@@ -10,14 +10,14 @@ from typing import Any
 import pytest
 import torch
 from layer_models import ids, layers
-from replay_pair import HYBRID, KINDS, WINDOW, Pair, fused, on, recorded
+from replay_pair import HYBRID, KINDS, WINDOW, Pair, fused, on, recorded, steps_of
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from torch_metalmm import _C, PackedCache
 from torch_metalmm.hf.caches.layers import SLACK
 from torch_metalmm.hf.caches.paged import Text, paged_cache
-from torch_metalmm.hf.replay import Replayed, replayed
+from torch_metalmm.hf.replay import Replayed
 from torch_metalmm.models.cache_argument import with_cache
 from torch_metalmm.testing import emulated
 
@@ -83,7 +83,6 @@ def test_a_step_of_an_engine_is_one_list_of_its_passes(monkeypatch: pytest.Monke
 def test_on_metal_a_token_enters_the_queue_once() -> None:
     """The recorder computes nothing, and sees what torch's queue would."""
     model = fused()
-    found = replayed(model)
     cache: Any = PackedCache(model.config, "q8_0/q8_0")
     with torch.no_grad():
         model(input_ids=ids(1, 6), past_key_values=cache)
@@ -96,7 +95,7 @@ def test_on_metal_a_token_enters_the_queue_once() -> None:
                 blocks.append(_C.recorder_blocks())
         finally:
             names = [call[0] for call in _C.remove_recorder()]
-    assert found is not None and found.replays == 3
+    assert steps_of(model).replays == 3
     each = [b - a for a, b in itertools.pairwise(blocks)]
     assert each[0] == each[1] >= 6 * 2 and each[2:] == [1, 1, 1]
     assert names.count("dispatch") % 5 == 0 and names.count("commit") >= 1
@@ -115,8 +114,7 @@ def test_a_list_is_of_the_engine_that_launched() -> None:
 def test_a_paged_cache() -> None:
     """Each doubling of the longest text's pages is recorded again."""
     model, count = fused("gemma3_text"), 150
-    found = replayed(model)
-    assert found is not None
+    found = steps_of(model)
     cache = paged_cache(model, "q8_0/q8_0", 1 << 22)
     texts = [Text(cache), Text(cache)]
     own = type(model).forward
@@ -260,8 +258,7 @@ def test_a_failing_step_leaves_no_rows() -> None:
 def test_a_copy_records_its_own_steps() -> None:
     model = fused()
     other = copy.deepcopy(model)
-    found = replayed(other)
-    assert isinstance(found, Replayed) and found.module is other
+    assert steps_of(other).module is other
     pair = Pair(other, "q8_0/q8_0")
     pair.step(5)
     other.model.norm.weight.data.mul_(2)
@@ -270,8 +267,7 @@ def test_a_copy_records_its_own_steps() -> None:
 
 def test_generate_replays_its_steps() -> None:
     model = fused()
-    found = replayed(model)
-    assert found is not None
+    found = steps_of(model)
     prompt = ids(2, 6)
     got = model.generate(prompt, max_new_tokens=20, do_sample=False)
     assert found.replays >= 15, found.why

@@ -11,10 +11,9 @@ import pytest
 import torch
 from backends import CASES as HOW_MANY
 from layer_models import ids, layers
-from replay_pair import HYBRID, KINDS, Pair, fused, on, unfused
+from replay_pair import HYBRID, KINDS, Pair, fused, on, steps_of, unfused
 from torch import Tensor, nn
 
-from torch_metalmm.hf.replay import replayed
 from torch_metalmm.models.cache_argument import with_cache
 
 
@@ -187,5 +186,5 @@ def test_random_steps_with_changes(engine: str) -> None:
             except AssertionError as error:
                 error.add_note(f"sequence {number}, {kind}")
                 raise
-    replays = sum(steps.replays for steps in map(replayed, models.values()) if steps is not None)
+    replays = sum(steps_of(model).replays for model in models.values())
     assert replays > count

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 from layer_models import fused, ids, small
-from replay_pair import held
+from replay_pair import held, steps_of
 from torch import Tensor
 from transformers import DynamicCache, StoppingCriteriaList
 from transformers.generation import utils
@@ -16,7 +16,6 @@ from transformers.generation import utils
 from torch_metalmm import PackedCache
 from torch_metalmm.hf import decoding
 from torch_metalmm.hf.decoding import decode
-from torch_metalmm.hf.replay import replayed
 from torch_metalmm.models.cache_argument import cache_of_generate
 
 NEW = 12
@@ -71,8 +70,7 @@ def test_sequences_are_those_of_transformers(given: dict[str, Any], batch: int, 
 
 def test_steps_are_replayed() -> None:
     model = model_of()
-    found = replayed(model)
-    assert found is not None
+    found = steps_of(model)
     for late in (False, True):
         before = found.replays
         model.generate(ids(1, 5), max_new_tokens=NEW, custom_generate=decode, reads_late=late)
@@ -230,8 +228,7 @@ def test_transformers_own_late_loop_replays(monkeypatch: pytest.MonkeyPatch) -> 
     )
     monkeypatch.setattr(torch, "Event", Event)
     model = fused("gemma3_text", "f32", head_dim=32, sliding_window=8)
-    found, cache = replayed(model), PackedCache(model.config, "f32")
-    assert found is not None
+    found, cache = steps_of(model), PackedCache(model.config, "f32")
     given = {cache_of_generate(): cache, "max_new_tokens": 20, "do_sample": False}
     out = model.generate(ids(1, 5), **given)
     assert found.replays == 20 - 1 - 2, found.why

@@ -8,11 +8,10 @@ import pytest
 import torch
 from family_models import CASES, family_pair
 from layer_models import ids, small
-from replay_pair import on
+from replay_pair import on, steps_of
 from torch import Tensor
 
 from torch_metalmm import PackedCache, formats, fuse_
-from torch_metalmm.hf.replay import replayed
 from torch_metalmm.models.cache_argument import with_cache
 from torch_metalmm.nn.exact import MOST, exact_rows
 
@@ -77,8 +76,7 @@ def test_every_family(case: str) -> None:
     has no drafts, and no steps that are recorded."""
     model = family_pair(case)[1]
     prompt, rest = ids(1, 20), ids(1, 2 * MOST, seed=1)
-    steps = replayed(model)
-    assert steps is not None
+    steps = steps_of(model)
     before = steps.replays
     want = stepped(model, "q8_0", prompt, rest, 1)
     assert steps.replays >= before + MOST

@@ -10,11 +10,12 @@ from typing import Any
 import pytest
 import torch
 from layer_models import fused, ids
+from replay_pair import steps_of
 from torch import Tensor
 
 from torch_metalmm import PackedCache
 from torch_metalmm.hf import graphs
-from torch_metalmm.hf.replay import Replayed, explain, replayed
+from torch_metalmm.hf.replay import explain
 from torch_metalmm.models.cache_argument import with_cache
 from torch_metalmm.testing import emulated
 
@@ -37,12 +38,6 @@ class Captured:
 
 def model_of(dtype: torch.dtype = torch.float32) -> Any:
     return fused("llama", "q8_0/q8_0", head_dim=32, dtype=dtype)
-
-
-def steps_of(model: Any) -> Replayed:
-    found = replayed(model)
-    assert found is not None
-    return found
 
 
 def stepped(

@@ -32,61 +32,43 @@ def linear(out: int = 320, bias: bool = False) -> QuantLinear:
     return QuantLinear.from_linear(nn.Linear(256, out, bias=bias), "q8_0")
 
 
-def packed_head(model: Any) -> None:
-    model.lm_head = QuantLinear.from_linear(model.lm_head, "q8_0")
+def by_hand(**given: str) -> Callable[[Any], None]:
+    """{a part of the model: the format that it is packed in}."""
 
+    def pack(model: Any) -> None:
+        for part, format in given.items():
+            owner = model.model.layers[0].mlp if part == "up_proj" else model
+            owner = model.model if part == "embed_tokens" else owner
+            layer = getattr(owner, part)
+            is_table = isinstance(layer, nn.Embedding)
+            made = QuantEmbedding.from_embedding if is_table else QuantLinear.from_linear
+            setattr(owner, part, made(layer, format))
 
-def packed_embedding(model: Any, format: str = "q8_0") -> None:
-    model.model.embed_tokens = QuantEmbedding.from_embedding(model.model.embed_tokens, format)
-
-
-def one_layer(model: Any) -> None:
-    mlp = model.model.layers[0].mlp
-    mlp.up_proj = QuantLinear.from_linear(mlp.up_proj, "q4_k")
-
-
-def both_apart(model: Any) -> None:
-    packed_head(model)
-    packed_embedding(model)
-
-
-def two_formats(model: Any) -> None:
-    packed_head(model)
-    packed_embedding(model, "q4_0")
-
-
-def another_head(model: Any) -> None:
-    model.lm_head = linear()
+    return pack
 
 
 def in_a_wrapper(model: Any) -> None:
     quantize_(nn.ModuleDict({"llm": nn.Sequential(model)}), {"*.mlp.*": "q8_0"}, progress=False)
 
 
-def the_base_model(model: Any) -> None:
-    quantize_(model.model, "q8_0", progress=False)
-
-
-PACKED = (
-    packed_head,
-    packed_embedding,
-    one_layer,
-    both_apart,
-    two_formats,
-    another_head,
-    in_a_wrapper,
-    the_base_model,
-)
+PACKED: dict[str, Callable[[Any], object]] = {
+    "head": by_hand(lm_head="q8_0"),
+    "embedding": by_hand(embed_tokens="q8_0"),
+    "one layer": by_hand(up_proj="q4_k"),
+    "both apart": by_hand(lm_head="q8_0", embed_tokens="q8_0"),
+    "two formats": by_hand(lm_head="q8_0", embed_tokens="q4_0"),
+    "another head": lambda model: setattr(model, "lm_head", linear()),
+    "in a wrapper": in_a_wrapper,
+    "the base model": lambda model: quantize_(model.model, "q8_0", progress=False),
+}
 
 
 @pytest.mark.parametrize("how", ["save_pretrained", "save_packed"])
 @pytest.mark.parametrize("tied", [True, False], ids=["tied", "untied"])
-@pytest.mark.parametrize("pack", PACKED)
-def test_what_is_packed_by_hand_loads(
-    pack: Callable[[Any], None], tied: bool, how: str, tmp_path: Path
-) -> None:
+@pytest.mark.parametrize("what", PACKED)
+def test_what_is_packed_by_hand_loads(what: str, tied: bool, how: str, tmp_path: Path) -> None:
     model = llama(tie_word_embeddings=tied)
-    pack(model)
+    PACKED[what](model)
     want = logits(model)
     save(model, tmp_path, how)
     for loaded in (type(model).from_pretrained(tmp_path), load_packed(tmp_path)[0]):
@@ -116,7 +98,7 @@ def test_wrappers_that_save_what_is_inside(tmp_path: Path) -> None:
 
 
 def shared_but_not_tied(model: Any) -> None:
-    packed_embedding(model)
+    by_hand(embed_tokens="q8_0")(model)
     model.lm_head = model.model.embed_tokens.as_linear()
 
 
@@ -157,7 +139,7 @@ def test_layers_whose_weight_the_model_reads_are_not_saved(tmp_path: Path) -> No
 def test_models_that_another_method_quantized(tmp_path: Path) -> None:
     model = llama()
     model.hf_quantizer = Path()
-    packed_head(model)
+    by_hand(lm_head="q8_0")(model)
     with pytest.raises(ValueError, match="quantized by PosixPath, too; config.json"):
         model.save_pretrained(tmp_path)
 

@@ -11,13 +11,13 @@ import pytest
 import torch
 from layer_models import ids
 from mtp_models import FAMILIES, folder_with_head, step, trunk
+from replay_pair import steps_of
 from test_drafts import GREEDY, SAMPLED, Fixed, answer
 from transformers import DynamicCache
 
 from torch_metalmm import PackedCache, fuse_, load_mtp, quantize_
 from torch_metalmm.hf.drafts import ROWS
 from torch_metalmm.hf.mtp import Mtp
-from torch_metalmm.hf.replay import replayed
 from torch_metalmm.nn.exact import MOST
 
 
@@ -80,8 +80,8 @@ def test_tokens_are_those_without_drafts(
         assert max(pace.rows) == most + 1 and pace.drafted > 15
     assert torch.equal(answer(model, prompt, draft=head, **given), want)
     for each in (model, head):
-        steps = replayed(each)
-        assert steps is not None and (steps.replays > 20 or family == "deepseek_v3")
+        steps = steps_of(each)
+        assert steps.replays > 20 or family == "deepseek_v3"
         assert {kind.ids.shape[1] for kind in steps.kinds()} <= set(ROWS)
     draft.check()
 
@@ -114,9 +114,8 @@ def test_positions_that_are_read_once_more(
         prompt = ids(1, 9 + 20 * seed, seed=seed)
         got = answer(model, prompt, draft=draft, pace=Resting(seed), **GREEDY)
         assert torch.equal(got, answer(model, prompt, **GREEDY))
-    steps = replayed(head)
-    assert steps is not None and sum(map(bool, again)) > 5
-    assert {kind.ids.shape[1] for kind in steps.kinds()} <= set(ROWS)
+    assert sum(map(bool, again)) > 5
+    assert {kind.ids.shape[1] for kind in steps_of(head).kinds()} <= set(ROWS)
     draft.check()
 
 

@@ -13,7 +13,7 @@ from layer_models import ids, layers
 from torch import Tensor
 
 from torch_metalmm import PackedCache
-from torch_metalmm.hf.replay import replayed
+from torch_metalmm.hf.replay import Replayed, replayed
 from torch_metalmm.testing import emulated
 
 KINDS = ("llama", "qwen3", "gemma3_text")
@@ -55,13 +55,17 @@ def held(layer: Any) -> list[Tensor]:
     return [t for t in states if t is not None]
 
 
+def steps_of(model: Any) -> Replayed:
+    found = replayed(model)
+    assert found is not None
+    return found
+
+
 class Pair:
     """A model whose steps are replayed, and the same model's own forward."""
 
     def __init__(self, model: Any, format: str | None, batch: int = 1) -> None:
-        found = replayed(model)
-        assert found is not None
-        self.model, self.steps, self.batch = model, found, batch
+        self.model, self.steps, self.batch = model, steps_of(model), batch
         self.caches: list[Any] = [PackedCache(model.config, format) for _ in range(2)]
 
     def step(self, count: int = 1, seed: int = 0, **given: Any) -> Tensor:
