@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from hf_models import decoded_product, packed_bytes, same_bytes
+from hf_models import decoded_product, packed_bytes, products_of, same_bytes
 from image_models import IMAGES, noise, packed_transformer, pipeline
 from oracle import Value, check, spec
 from torch import Tensor, nn
@@ -44,20 +44,13 @@ def test_an_adapter_adds_to_the_decoded_weights(name: str, format: str) -> None:
     pipe, tensors = packed_pipeline(name, format), adapter(LAYERS)
     alone, before = noise(pipe.transformer), packed_bytes(pipe.transformer)
     pipe.load_lora_weights(tensors)
-    seen: dict[str, tuple[Tensor, Tensor]] = {}
-    hooks = [
-        pipe.transformer.get_submodule(layer).register_forward_hook(
-            lambda _, x, y, layer=layer: seen.update({layer: (x[0], y)})
-        )
-        for layer in LAYERS
-    ]
-    assert not torch.equal(noise(pipe.transformer), alone) and seen.keys() == LAYERS.keys()
+    assert not torch.equal(noise(pipe.transformer), alone)
+    seen = products_of(pipe.transformer, lambda: noise(pipe.transformer), LAYERS)
+    assert seen.keys() == LAYERS.keys()
     for layer, (x, y) in seen.items():
         packed = pipe.transformer.get_submodule(layer).base_layer
         a, b = (tensors[f"transformer.{layer}.lora_{leaf}.weight"] for leaf in "AB")
         check(y, decoded_product(packed, x) + Value.of(x).dot(a).dot(b), layer)
-    for hook in hooks:
-        hook.remove()
     pipe.unload_lora_weights()
     after = packed_bytes(pipe.transformer)
     assert torch.equal(noise(pipe.transformer), alone) and after.keys() == before.keys()

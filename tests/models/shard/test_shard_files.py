@@ -152,29 +152,24 @@ def columns(shard: Shard, row: int) -> Spans:
 def only(file: Path, allowed: set[int]) -> Iterator[list[int]]:
     """Inside, files are opened with all pages but those forbidden; how many maps each time."""
     import safetensors
+    import transformers.modeling_utils as theirs
 
     import torch_metalmm.files.gguf.load as gguf
 
     maps: list[int] = []
-    opened, opens = gguf.open_gguf, safetensors.safe_open
 
-    def open_gguf(path: Any) -> Any:
-        made = opened(path)
-        maps.append(forbid(file, allowed))
-        return made
+    def forbidding(opens: Any) -> Any:
+        def opened(*args: Any, **options: Any) -> Any:
+            made = opens(*args, **options)
+            maps.append(forbid(file, allowed))
+            return made
 
-    def open_safely(*args: Any, **options: Any) -> Any:
-        made = opens(*args, **options)
-        maps.append(forbid(file, allowed))
-        return made
+        return opened
 
-    import transformers.modeling_utils as theirs
-
-    gguf.open_gguf, safetensors.safe_open, theirs.safe_open = open_gguf, open_safely, open_safely
-    try:
+    with pytest.MonkeyPatch.context() as patch:
+        for owner, name in ((gguf, "open_gguf"), (safetensors, "safe_open"), (theirs, "safe_open")):
+            patch.setattr(owner, name, forbidding(getattr(owner, name)))
         yield maps
-    finally:
-        gguf.open_gguf, safetensors.safe_open, theirs.safe_open = opened, opens, opens
 
 
 def check_same(got: Any, want: Any) -> None:

@@ -11,9 +11,10 @@ from __future__ import annotations
 import copy
 import functools
 import random
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
+from contextlib import AbstractContextManager, ExitStack
 from typing import Any
+from unittest.mock import patch
 
 import torch
 from cache_cases import pack, unpack
@@ -72,8 +73,7 @@ def _layer_types(kind: str) -> dict[str, Any]:
 # ---- faults
 
 
-@contextmanager
-def fault(model: Any, r: random.Random) -> Iterator[None]:
+def fault(model: Any, r: random.Random) -> AbstractContextManager[Any]:
     """One of the ops fails in one of the layers, before it or after it has written."""
     name, layer, late = r.choice(_OPS), r.randrange(3), r.random() < 0.5
     ops, left = fused_code.DIRECT[None], [layer * (2 if name == "linear" else 1) + 1]
@@ -86,39 +86,19 @@ def fault(model: Any, r: random.Random) -> Iterator[None]:
             raise r.choice((Fault, KeyboardInterrupt))
         return out
 
-    setattr(ops, name, failing)
-    try:
-        yield
-    finally:
-        setattr(ops, name, op)
+    return patch.object(ops, name, failing)
 
 
-@contextmanager
-def outside(model: Any, r: random.Random) -> Iterator[None]:
+def outside(model: Any, r: random.Random) -> AbstractContextManager[Any]:
     """Code of others fails, between two layers."""
 
     def fail(*_: Any) -> None:
         raise Fault
 
-    hook = layers(model)[r.randrange(3)].register_forward_pre_hook(fail)
-    try:
-        yield
-    finally:
-        hook.remove()
+    return layers(model)[r.randrange(3)].register_forward_pre_hook(fail)
 
 
 # ---- changes of a model
-
-
-@contextmanager
-def set_to(owner: Any, name: str, value: Any) -> Iterator[None]:
-    """As by assignment; the class's own attribute, too."""
-    own = vars(owner).get(name)
-    setattr(owner, name, value)
-    try:
-        yield
-    finally:
-        setattr(owner, name, own)
 
 
 def _scaled(function: Callable[..., Any], by: float) -> Callable[..., Any]:
@@ -145,13 +125,13 @@ def changed(plain: Any, fused: Any, what: str) -> list[Any]:
         found = []
         for model in (plain, fused):
             norm = layers(model)[1].input_layernorm if what == "eps" else model.model.norm
-            found.append(set_to(norm, _attribute(norm, "variance_epsilon", "eps"), 0.5))
+            found.append(patch.object(norm, _attribute(norm, "variance_epsilon", "eps"), 0.5))
         return found
     if what == "scaling":
-        return [set_to(layers(m)[2].self_attn, "scaling", 0.5) for m in (plain, fused)]
+        return [patch.object(layers(m)[2].self_attn, "scaling", 0.5) for m in (plain, fused)]
     part = _part(plain, {"norm_class": "input_layernorm", "mlp_class": "mlp"}.get(what, what))
     kind = type(part)
-    return [set_to(kind, "forward", _scaled(kind.forward, 0.75))]
+    return [patch.object(kind, "forward", _scaled(kind.forward, 0.75))]
 
 
 CHANGES = ("eps", "last_eps", "scaling", "norm_class", "mlp_class", "self_attn", "layer")
@@ -198,15 +178,11 @@ def check_sequence(number: int) -> float:
 def _step(
     plain: Any, fused: Any, cache: Any, twin: Any, given: dict[str, Tensor], contexts: list[Any]
 ) -> float:
-    for context in contexts:
-        context.__enter__()
-    try:
-        with torch.no_grad():
-            got = fused(**given, past_key_values=cache).logits
-            want = plain(**given, past_key_values=twin).logits
-    finally:
+    with ExitStack() as changes, torch.no_grad():
         for context in contexts:
-            context.__exit__(None, None, None)
+            changes.enter_context(context)
+        got = fused(**given, past_key_values=cache).logits
+        want = plain(**given, past_key_values=twin).logits
     return float((got - want).norm() / want.norm())
 
 

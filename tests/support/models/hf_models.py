@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Container
+from contextlib import ExitStack
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -101,17 +103,20 @@ def same_bytes(a: Any, b: Any) -> bool:
     )
 
 
-def products_of(model: Any, run: Callable[[], object]) -> dict[str, tuple[Tensor, Tensor]]:
-    """{packed linear layer: its x and y} while run() runs the model or a copy of it."""
+def products_of(
+    model: Any, run: Callable[[], object], names: Container[str] = ()
+) -> dict[str, tuple[Tensor, Tensor]]:
+    """{packed linear layer, or one of these: its x and y} while run() runs the model or a copy."""
     seen: dict[str, tuple[Tensor, Tensor]] = {}
-    hooks = [
-        layer.register_forward_hook(lambda _, x, y, name=name: seen.update({name: (x[0], y)}))
-        for name, layer in model.named_modules()
-        if isinstance(layer, QuantLinear)
-    ]
-    run()
-    for hook in hooks:
-        hook.remove()
+
+    def note(name: str, layer: Any, x: tuple[Tensor, ...], y: Tensor) -> None:
+        seen[name] = x[0], y
+
+    with ExitStack() as hooks:
+        for name, layer in model.named_modules():
+            if name in names or (not names and isinstance(layer, QuantLinear)):
+                hooks.enter_context(layer.register_forward_hook(partial(note, name)))
+        run()
     return seen
 
 
