@@ -7,6 +7,7 @@ that waits has no tensors.
 from __future__ import annotations
 
 from typing import Any
+from unittest.mock import MagicMock
 
 import pytest
 import torch
@@ -16,17 +17,6 @@ from torch_metalmm import PackedCache, fuse_
 from torch_metalmm.hf.caches.layers import PackedLayer
 
 pytestmark = pytest.mark.usefixtures("quiet_transformers")
-
-
-class _Stream:
-    def wait_stream(self, other: object) -> None:
-        pass
-
-    def __enter__(self) -> None:
-        pass
-
-    def __exit__(self, *_: object) -> None:
-        pass
 
 
 class _Waiting:
@@ -51,8 +41,8 @@ def moves(monkeypatch: pytest.MonkeyPatch) -> dict[str, int]:
             layer.keys, layer.values = layer.keys.rows, layer.values.rows
             counts["prefetch"] += 1
 
-    monkeypatch.setattr(torch, "Stream", _Stream)
-    monkeypatch.setattr(torch.cuda, "default_stream", lambda device: _Stream())
+    monkeypatch.setattr(torch, "Stream", lambda *_, **__: MagicMock())
+    monkeypatch.setattr(torch.cuda, "default_stream", lambda device: MagicMock())
     monkeypatch.setattr(PackedLayer, "offload", offload)
     monkeypatch.setattr(PackedLayer, "prefetch", prefetch)
     return counts

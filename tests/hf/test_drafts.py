@@ -13,6 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from layer_models import fused, ids, small
 from replay_pair import held
+from test_decoding import Kept
 from torch import Tensor, nn
 from transformers import DynamicCache, StoppingCriteriaList
 
@@ -149,13 +150,7 @@ def test_processors_ends_and_streams(given: dict[str, Any]) -> None:
         draft = Told(want[0].tolist(), 99)
         got = answer(model, prompt, draft=draft, pace=Fixed(7), **given, **others)
         assert torch.equal(got, want)
-    want, kept, seen = answer(model, prompt, **given), list[int](), list[int]()
-
-    class Kept:
-        def put(self, value: Tensor) -> None:
-            kept.extend(value.tolist())
-
-        def end(self) -> None: ...
+    want, kept, seen = answer(model, prompt, **given), Kept(), list[int]()
 
     def is_over(tokens: Tensor, scores: Any, **_: Any) -> Tensor:
         seen.append(tokens.shape[1])
@@ -163,14 +158,14 @@ def test_processors_ends_and_streams(given: dict[str, Any]) -> None:
 
     torch.manual_seed(3)
     cache = PackedCache(model.config, "f32")
-    how = partial(decode, streamer=Kept(), draft=Told(want[0].tolist(), 99), pace=Fixed(7))
+    how = partial(decode, streamer=kept, draft=Told(want[0].tolist(), 99), pace=Fixed(7))
     criteria = StoppingCriteriaList([is_over])
     got = model.generate(
         *(prompt, None, None, criteria),
         **{cache_of_generate(): cache},
         **(given | {"max_new_tokens": NEW, "custom_generate": how}),
     )
-    assert torch.equal(got, want[:, :22]) and kept == got[0, 9:].tolist()
+    assert torch.equal(got, want[:, :22]) and kept.tokens == got[0, 9:, None].tolist()
     assert seen == list(range(10, 23)) and cache.get_seq_length() == 21
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +27,7 @@ from torch_metalmm import MetalMMConfig, QuantLinear, activations_, adopt_, fuse
 
 WEIGHTS = "diffusion_pytorch_model.safetensors"
 BOTH = pytest.mark.parametrize("name", IMAGES)
+pytestmark = pytest.mark.filterwarnings("ignore:K is not a multiple")  # K = 64 of x_embedder
 
 
 def dense_folder(name: str, folder: Path) -> Path:
@@ -36,9 +36,7 @@ def dense_folder(name: str, folder: Path) -> Path:
 
 
 def load(name: str, folder: Path, **options: Any) -> Any:
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", "K is not a multiple")  # K = 64 of x_embedder
-        return IMAGES[name][1].from_pretrained(folder, **options)
+    return IMAGES[name][1].from_pretrained(folder, **options)
 
 
 @BOTH
@@ -65,7 +63,7 @@ def test_a_pipeline_packs_its_transformer_and_loads_again(name: str, tmp_path: P
 PACKED = ["transformer", "text_encoder"]
 
 
-@pytest.mark.filterwarnings("ignore:left dense", "ignore:K is not a multiple")  # of T5
+@pytest.mark.filterwarnings("ignore:left dense")  # of T5
 @pytest.mark.parametrize(
     "config",
     [
@@ -150,11 +148,9 @@ def test_formats_by_name_and_layers_left_dense(tmp_path: Path) -> None:
 
 def test_a_single_file_packs(tmp_path: Path) -> None:
     folder = dense_folder("sd3", tmp_path)
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", "K is not a multiple")
-        model = diffusers.SD3Transformer2DModel.from_single_file(
-            str(folder / WEIGHTS), config=str(folder), quantization_config=MetalMMConfig("q4_k")
-        )
+    model = diffusers.SD3Transformer2DModel.from_single_file(
+        str(folder / WEIGHTS), config=str(folder), quantization_config=MetalMMConfig("q4_k")
+    )
     assert same_bytes(model, packed_transformer("sd3"))
     model.save_pretrained(tmp_path / "packed")
     assert torch.equal(noise(load("sd3", tmp_path / "packed")), noise(model))

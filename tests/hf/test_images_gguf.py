@@ -6,9 +6,9 @@ from pathlib import Path
 from typing import Any
 
 import diffusers
-import gguf
 import pytest
 import torch
+from gguf_files import write_gguf
 from hf_models import check_products, packed_bytes, same_bytes
 from image_models import IMAGES, noise, packed_transformer, random_transformer
 
@@ -27,16 +27,12 @@ def written(model: Any, folder: Path) -> dict[str, str]:
     random_transformer(next(n for n in IMAGES if type(model) is IMAGES[n][1])).save_config(
         folder / "config"
     )
-    writer = gguf.GGUFWriter(folder / "model.gguf", "flux")
     formats = {f"{name}.weight": format for name, (format, _) in packed_bytes(model).items()}
-    for name, tensor in model.state_dict().items():
-        kind = formats.get(name)
-        raw = None if kind is None else gguf.GGMLQuantizationType[kind.upper()]
-        writer.add_tensor(name, tensor.contiguous().numpy(), raw_dtype=raw)
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
+    tensors = {
+        name: (tensor.contiguous().numpy(), formats.get(name, "f32"))
+        for name, tensor in model.state_dict().items()
+    }
+    write_gguf(folder / "model.gguf", "flux", tensors, tokenizer=False)
     return {
         "pretrained_model_link_or_path_or_dict": str(folder / "model.gguf"),
         "config": str(folder / "config"),

@@ -29,6 +29,13 @@ def routers(model: nn.Module) -> list[Any]:
     return [f.__self__.router.module for f in found if isinstance(_of(f), FusedRouter)]
 
 
+def inputs(kind: str, dtype: torch.dtype = torch.float32) -> tuple[Tensor, ...]:
+    """What a router of this kind is called with."""
+    x = activations(1, 6, 128, dtype=dtype, seed=kind)
+    bias = (activations(8, seed="choice"),) if kind in ("minimax_m2", "afmoe") else ()
+    return (x if kind == "afmoe" else x[0], *bias)
+
+
 def _of(forward: Any) -> Any:
     return getattr(forward, "__self__", None)
 
@@ -41,15 +48,13 @@ def test_routers_of_families(kind: str, dtype: torch.dtype) -> None:
     dense = 1 if kind in NESTED else 0
     assert len(routers(model)) == model.config.num_hidden_layers - dense
     for module in routers(model):
-        x = activations(1, 6, 128, dtype=dtype, seed=kind)
-        x = x if kind == "afmoe" else x[0]
-        given = (activations(8, seed="choice"),) if kind in ("minimax_m2", "afmoe") else ()
+        given = inputs(kind, dtype)
         if kind == "ernie4_5_moe":
             bias = module.moe_statics.e_score_correction_bias
             bias.data.copy_(0.1 * activations(*bias.shape, seed="choice"))
         with torch.no_grad():
-            _, want, ids = type(module).forward(module, x, *given)
-            logits, weights, chosen = module(x, *given)
+            _, want, ids = type(module).forward(module, *given)
+            logits, weights, chosen = module(*given)
         assert logits is None and weights.dtype == want.dtype
         a, b = chosen.argsort(-1), ids.argsort(-1)
         assert torch.equal(chosen.gather(1, a), ids.gather(1, b))
@@ -156,13 +161,10 @@ def test_children_of_a_router_that_are_called(kind: str) -> None:
     model = copy.deepcopy(family_pair(kind)[1])
     module = routers(model)[-1]
     name, child = next(iter(module.named_children()))
-    x = activations(1, 6, 128, seed=kind)
-    x = x if kind == "afmoe" else x[0]
-    given = (activations(8, seed="choice"),) if kind == "afmoe" else ()
 
     def falls_back() -> bool:
         with torch.no_grad():
-            return module(x, *given)[0] is not None
+            return module(*inputs(kind))[0] is not None
 
     assert not falls_back()
     handle = child.register_forward_hook(lambda m, a, out: 2 * out)
