@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import pytest
 import torch
 from backends import Backend
-from cache_cases import CACHE_FORMATS, as_stored, pack
+from cache_cases import CACHE_FORMATS, as_stored, pack, unwritten
 from inputs import activations, generator
 from oracle import DTYPES
 from torch import Tensor
@@ -17,9 +19,7 @@ ops = torch.ops.metalmm
 pytestmark = pytest.mark.schedules
 
 
-def stored(name: str, batch: int, kv_heads: int, capacity: int, dim: int) -> Tensor:
-    row = formats.get(name).row_bytes(dim)
-    return as_stored(name, torch.full((batch, kv_heads, capacity, row), 17, dtype=torch.uint8))
+stored = partial(unwritten, byte=17)
 
 
 def hard_rows(*shape: int) -> Tensor:

@@ -5,11 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 from backends import Backend
-from cache_cases import as_stored, pack
+from cache_cases import as_stored, pack, unwritten
 from inputs import activations
 from torch import Tensor
-
-from torch_metalmm import formats
 
 ops = torch.ops.metalmm
 SLOTS, HEADS, KV_HEADS, DIM = 64, 4, 2, 64
@@ -25,8 +23,7 @@ def rows(name: str, count: int, seed: int) -> Tensor:
 
 def pool(name: str) -> Tensor:
     """Rows of 9 pages, of which those that nobody wrote are no numbers."""
-    row = formats.get(name).row_bytes(DIM)
-    return as_stored(name, torch.full((1, KV_HEADS, 9 * SLOTS, row), 255, dtype=torch.uint8))
+    return unwritten(name, 1, KV_HEADS, 9 * SLOTS, DIM)
 
 
 def alone(t: Tensor) -> Tensor:

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 from backends import Backend
-from cache_cases import CACHE_FORMATS, as_stored
+from cache_cases import CACHE_FORMATS, unwritten
 from inputs import activations, generator
 from oracle import DTYPES
 from torch import Tensor
@@ -51,9 +51,7 @@ CAPACITY = 11
 def empty_cache(name: str, s: Shape, view: bool) -> Tensor:
     """Slots that nobody wrote; with `view`, every second head and the middle of a larger cache."""
     heads, slots = (2 * s.kv_heads, CAPACITY + 3) if view else (s.kv_heads, CAPACITY)
-    row = formats.get(name).row_bytes(s.dim)
-    rows = torch.full((s.batch, heads, slots, row), 17, dtype=torch.uint8)
-    return as_stored(name, rows)
+    return unwritten(name, s.batch, heads, slots, s.dim, byte=17)
 
 
 def part_of(cache: Tensor, view: bool) -> Tensor:

@@ -33,6 +33,12 @@ def as_stored(name: str, packed: Tensor) -> Tensor:
     return packed if dtype is None else packed.view(dtype)
 
 
+def unwritten(name: str, *shape: int, byte: int = 255) -> Tensor:
+    """Slots [..., D] that nobody has written, of this byte: 255 is NaN, or decodes to it."""
+    row = formats.get(name).row_bytes(shape[-1])
+    return as_stored(name, torch.full((*shape[:-1], row), byte, dtype=torch.uint8))
+
+
 @dataclass
 class Layer:
     """A cache whose slots behind `length` hold NaN, or bytes that decode to it."""
