@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import gc
-import threading
 import weakref
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
 from functools import partial
 from typing import Any
 
@@ -154,23 +155,20 @@ def test_hooks_and_replaced_parts_are_computed_alone() -> None:
     """Hooks and replaced parts may write x, also where no version would tell."""
     with torch.inference_mode():
         for hook in ("forward", "pre", "global", "method", "wrapped"):
-            module, plain, handles = fused(Attention()), Attention(), []
+            module, plain, handles = fused(Attention()), Attention(), ExitStack()
             for m in (module, plain):
                 if hook == "forward":
-                    handles.append(m.a.register_forward_hook(write))
+                    m.a.register_forward_hook(write)
                 elif hook == "pre":
-                    handles.append(m.b.register_forward_pre_hook(write))
+                    m.b.register_forward_pre_hook(write)
                 elif hook == "wrapped":
                     m.a = nn.Sequential(nn.ReLU(inplace=True), m.a)
                 elif hook == "method":
                     m.forward = partial(changing, m)
             if hook == "global":
-                handles.append(nn.modules.module.register_module_forward_hook(write))
-            try:
+                handles.enter_context(nn.modules.module.register_module_forward_hook(write))
+            with handles:
                 got, want = (m(activations(2, K)) for m in (module, plain))
-            finally:
-                for handle in handles:
-                    handle.remove()
             assert all(map(torch.equal, got, want)), hook
 
 
@@ -238,16 +236,10 @@ def test_threads_do_not_take_each_others_outputs() -> None:
     module = fused(Attention())
     inputs = [activations(2, K, seed=i) for i in range(4)]
     want = [[t.clone() for t in module(x)] for x in inputs]
-    wrong: list[int] = []
 
-    def work(i: int) -> None:
-        for _ in range(100):
-            if not all(map(torch.equal, module(inputs[i]), want[i])):
-                wrong.append(i)
+    def agrees(i: int) -> bool:
+        outputs = (module(inputs[i]) for _ in range(100))
+        return all(all(map(torch.equal, got, want[i])) for got in outputs)
 
-    threads = [threading.Thread(target=work, args=(i,)) for i in range(4)]
-    for t in threads:
-        t.start()
-    for t in threads:
-        t.join()
-    assert wrong == []
+    with ThreadPoolExecutor(4) as threads:
+        assert all(threads.map(agrees, range(4)))

@@ -270,24 +270,17 @@ def test_packed_layers_outside_of_transformers_models() -> None:
     assert fuse_(model) is model
 
 
-def _of_scale(model: Any) -> None:
-    layers(model)[2].self_attn.scaling *= 2
+# {what makes a layer another: (its module, attribute, value)}
+UNLIKE: dict[str, tuple[str, str, Any]] = {
+    "scale": ("self_attn", "scaling", 1.0),
+    "eps": ("input_layernorm", "variance_epsilon", 0.5),
+    "class": ("", "__class__", Clamping),
+    "object": ("self_attn", "more", object()),
+}
 
 
-def _of_eps(model: Any) -> None:
-    layers(model)[2].input_layernorm.variance_epsilon *= 4
-
-
-def _of_class(model: Any) -> None:
-    layers(model)[2].__class__ = Clamping
-
-
-def _of_object(model: Any) -> None:
-    layers(model)[2].self_attn.more = object()
-
-
-@pytest.mark.parametrize("change", [_of_scale, _of_eps, _of_class, _of_object])
-def test_layers_alike_are_confirmed_once(change: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("what", UNLIKE)
+def test_layers_alike_are_confirmed_once(what: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Other weights are no other layer; a number, a class or an object of its own is."""
     known: list[bool] = []
     whole = agrees
@@ -299,6 +292,7 @@ def test_layers_alike_are_confirmed_once(change: Any, monkeypatch: pytest.Monkey
     assert known == [False, True, True, True]
     known.clear()
     model = small("llama", num_hidden_layers=4)
-    change(model)
+    part, name, value = UNLIKE[what]
+    setattr(layers(model)[2].get_submodule(part), name, value)
     fuse_(model)
     assert known[:2] == [False, True] and not known[2] and known[-1]

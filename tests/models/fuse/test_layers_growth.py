@@ -9,7 +9,7 @@ from typing import Any
 import layer_models
 import pytest
 import torch
-from layer_models import are_fused, layers, small
+from layer_models import are_fused, layers, near, small
 from replay_pair import Pair
 from torch import Tensor
 
@@ -34,10 +34,6 @@ def logits(model: Any, first: int = 0) -> Tensor:
     return layer_models.logits(model, position_ids=torch.arange(first, first + 9).expand(3, -1))
 
 
-def check_near(got: Tensor, want: Tensor) -> None:
-    assert (got - want).norm() <= 2.0**-16 * want.norm()
-
-
 @pytest.mark.parametrize("first", [0, 60, 1000])
 def test_positions_near_and_far(first: int) -> None:
     own = model_of()
@@ -49,7 +45,7 @@ def test_positions_near_and_far(first: int) -> None:
         "original_max_position_embeddings",
     )
     want = logits(own, first)
-    check_near(logits(model, first), want)
+    assert near(logits(model, first), want)
     plain = logits(model_of(llama_4_scaling_beta=0.0), first)
     assert (first == 0) == torch.equal(want, plain)  # there is growth to see, or none
 
@@ -58,16 +54,16 @@ def test_the_config_is_read_at_each_step() -> None:
     own, model = model_of(), fuse_(model_of(), "swiglu")
     for each in (own, model):
         each.config.rope_parameters["llama_4_scaling_beta"] = 0.7
-    check_near(logits(model, 500), logits(own, 500))
+    assert near(logits(model, 500), logits(own, 500))
 
 
 def test_copies_and_undoing() -> None:
     own, model = model_of(), fuse_(model_of(), "swiglu")
     for other in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
         assert all(are_fused(other))
-        check_near(logits(other, 500), logits(own, 500))
+        assert near(logits(other, 500), logits(own, 500))
         other.config.rope_parameters["llama_4_scaling_beta"] = 0.7  # its own
-        check_near(logits(model, 500), logits(own, 500))
+        assert near(logits(model, 500), logits(own, 500))
     assert torch.equal(logits(unfuse_(model), 500), logits(own, 500))
 
 
@@ -88,4 +84,4 @@ def test_another_growth_stays_the_layers_own(monkeypatch: pytest.MonkeyPatch) ->
     model = fuse_(copy.deepcopy(own), "swiglu")
     heads = [fused_layer(layer).recipe.heads for layer in layers(model)]  # type: ignore[union-attr]
     assert heads == [None, None]
-    check_near(logits(model, 500), logits(own, 500))
+    assert near(logits(model, 500), logits(own, 500))

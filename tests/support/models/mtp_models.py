@@ -14,6 +14,8 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM
 
+from bench.models.families import LINEAR
+
 _LONGER = {"max_position_embeddings": 256}
 _ROUTED = {
     "n_routed_experts": 4,
@@ -23,14 +25,7 @@ _ROUTED = {
     "topk_group": 1,
     "first_k_dense_replace": 1,
 }
-_DELTA = {
-    "layer_types": ["linear_attention", "full_attention"],
-    "head_dim": 32,
-    "linear_num_key_heads": 2,
-    "linear_num_value_heads": 4,
-    "linear_key_head_dim": 32,
-    "linear_value_head_dim": 32,
-}
+_DELTA = LINEAR | {"head_dim": 32}
 _EXPERTS = {
     "num_experts": 4,
     "num_experts_per_tok": 2,

@@ -12,6 +12,7 @@ import torch
 from layer_models import ids, layers
 from torch import Tensor
 
+from bench.models.families import LINEAR
 from torch_metalmm import PackedCache
 from torch_metalmm.hf.replay import Replayed, replayed
 from torch_metalmm.testing import emulated
@@ -21,9 +22,7 @@ HYBRID = "qwen3_5_text"  # a linear layer and one that attends
 WINDOW = 64
 _OPTIONS: dict[str, dict[str, Any]] = {
     "gemma3_text": {"sliding_window": WINDOW},
-    HYBRID: {"layer_types": ["linear_attention", "full_attention"]}
-    | {"linear_num_key_heads": 2, "linear_num_value_heads": 4}
-    | {"linear_key_head_dim": 32, "linear_value_head_dim": 32},
+    HYBRID: LINEAR,
 }
 
 
