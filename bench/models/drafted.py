@@ -7,7 +7,7 @@ one process. The texts are the beginnings of Moby-Dick and of Python's textwrap.
 from __future__ import annotations
 
 import textwrap
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from statistics import median
@@ -61,37 +61,51 @@ def run(run: Run) -> Iterator[Record]:
         prompt = tokenizer.apply_chat_template(
             [message], add_generation_prompt=True, return_tensors="pt", return_dict=True
         )["input_ids"].to(device)
-        for choice, how in CHOICES.items():
-            status(f"{task}, {choice}")
-            plain, drafted, equal, paces = list[float](), list[float](), list[bool](), list[Pace]()
-            for _ in range(args.repetitions + 1):
-                want, without = answered(model, prompt, args.new_tokens, **how)
-                paces.append(Pace())
-                given = how | {"draft": "lookup", "pace": paces[-1]}
-                got, found = answered(model, prompt, args.new_tokens, **given)
-                equal.append(torch.equal(got, want))
-                plain.append(without)
-                drafted.append(found)
+        drafters = {f"{task}, {prompt.shape[1]} tokens": "lookup"}
+        title = f"SmolLM2, {device}, answers of {args.new_tokens} tokens"
+        yield from raced(title, model, [prompt], drafters, args)
+
+
+def raced(
+    title: str,
+    model: Any,
+    prompts: Sequence[Tensor],
+    drafters: Mapping[str, Any],
+    args: Any,
+    tell: Callable[[Tensor], object] | None = None,
+) -> Iterator[Record]:
+    """Answers without drafts and with those of each drafter, by turns; a record for each drafter
+    and choice of tokens. tell: given each answer before it is drafted."""
+    # As a chat keeps them, so that steps are recorded once.
+    caches = {n: PackedCache(model.config, DTYPE_NAMES[model.dtype]) for n in ("", *drafters)}
+    for choice, how in CHOICES.items():
+        plain, others = list[float](), {name: list[float]() for name in drafters}
+        paces, equal = {name: Pace() for name in drafters}, dict.fromkeys(drafters, True)
+        for turn in range(1 + len(prompts) * args.repetitions):  # the first is not counted
+            prompt = prompts[turn % len(prompts)]
+            want, speed = answered(model, prompt, args.new_tokens, caches[""], **how)
+            plain.append(speed)
+            if tell is not None:
+                tell(want[0])
+            for name, draft in drafters.items():
+                status(f"{title}, {name}, {choice}, {turn}")
+                given = how | {"draft": draft, "pace": paces[name]}
+                got, speed = answered(model, prompt, args.new_tokens, caches[name], **given)
+                others[name].append(speed)
+                equal[name] &= torch.equal(got, want)
+        for name, speeds in others.items():
+            pace, pairs = paces[name], zip(plain[1:], speeds[1:], strict=True)
             yield {
-                "model": f"SmolLM2, {device}, answers of {args.new_tokens} tokens",
-                "task": f"{task}, {prompt.shape[1]} tokens, {choice}",
-                "drafts": median(p.drafted for p in paces),
-                **compared(plain[1:], drafted[1:], paces, all(equal)),
+                "kind": "drafts",
+                "model": title,
+                "task": f"{name}, {choice}",
+                "plain": median(plain[1:]),
+                "drafted": median(speeds[1:]),
+                "speed": median(with_ / without for without, with_ in pairs),
+                "drafts": pace.drafted / len(speeds),
+                "share": pace.accepted / max(1, pace.drafted),
+                "ok": equal[name],
             }
-
-
-def compared(
-    plain: Sequence[float], drafted: Sequence[float], paces: Sequence[Pace], ok: bool
-) -> Record:
-    """Of tokens a second without drafts and with them, by turns."""
-    return {
-        "kind": "drafts",
-        "plain": median(plain),
-        "drafted": median(drafted),
-        "speed": median(b / a for a, b in zip(plain, drafted, strict=True)),
-        "share": sum(p.accepted for p in paces) / max(1, sum(p.drafted for p in paces)),
-        "ok": ok,
-    }
 
 
 def inexact(model: Any, tokenizer: Any, run: Run) -> Iterator[Record]:
@@ -126,12 +140,10 @@ def inexact(model: Any, tokenizer: Any, run: Run) -> Iterator[Record]:
 
 
 def answered(
-    model: Any, prompt: Tensor, count: int, cache: Any = None, **how: Any
+    model: Any, prompt: Tensor, count: int, cache: Any, **how: Any
 ) -> tuple[Tensor, float]:
-    """(the sequence, tokens a second behind the first). cache: one that is emptied; else a new
-    one, whose steps are recorded anew."""
+    """(the sequence, tokens a second behind the first). The cache is emptied first."""
     torch.manual_seed(0)
-    cache = PackedCache(model.config, DTYPE_NAMES[model.dtype]) if cache is None else cache
     cache.reset()
     ticks = Ticks()
     draft = {name: how.pop(name) for name in ("draft", "pace") if name in how}

@@ -22,15 +22,14 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from torch_metalmm import PackedCache, fuse_, load_mtp, quantize_
+from torch_metalmm import fuse_, load_mtp, quantize_
 from torch_metalmm.hf.caches.layers import DTYPE_NAMES
-from torch_metalmm.hf.drafts import Pace
 from torch_metalmm.hf.mtp import Mtp
 from torch_metalmm.models.mtp import MtpHead
 
 from ..runner import Record, Run
 from ..tables import status
-from .drafted import CHOICES, answered, compared
+from .drafted import raced
 from .trained import byte_ids
 
 BATCH, LENGTH, RATE, DEPTH = 64, 256, 1.5e-3, 2
@@ -72,12 +71,16 @@ class Told(Mtp):
 
     def __init__(self, model: Any, head: MtpHead, right: float) -> None:
         super().__init__(model, head)
-        self.told, self._right, self._draws = list[int](), right, torch.Generator().manual_seed(0)
+        self._told, self._right, self._draws = list[int](), right, torch.Generator().manual_seed(0)
+
+    def tell(self, sequence: Tensor) -> None:
+        """What comes, int64 [T]."""
+        self._told = sequence.tolist()
 
     def propose(self, most: int) -> list[int]:
         super().propose(most)
         count = len(self._tokens)
-        found = [*self.told[count : count + most], *[0] * most][:most]
+        found = [*self._told[count : count + most], *[0] * most][:most]
         wrong = torch.rand(most, generator=self._draws) >= self._right
         return [t ^ 1 if w else t for t, w in zip(found, wrong.tolist(), strict=True)]
 
@@ -92,7 +95,7 @@ def run(run: Run) -> Iterator[Record]:
                 model, head = untrained(kind, sizes, run.device.dtype)
             for each in (model, head):
                 each.eval().requires_grad_(False)
-            yield from raced(kind, model, head, run.args.formats.split(",")[0], ids, run)
+            yield from answers(kind, model, head, run.args.formats.split(",")[0], ids, run)
         return
     with TemporaryDirectory() as folder:
         for kind in KINDS:
@@ -182,10 +185,10 @@ def measured(kind: str, path: Path, ids: Tensor, run: Run) -> Iterator[Record]:
             model: Any = AutoModelForCausalLM.from_pretrained(path, dtype=run.device.dtype)
             model = model.eval().to(run.device.type)
             head = load_mtp(model, path, format)
-        yield from raced(kind, model, head, format, ids, run)
+        yield from answers(kind, model, head, format, ids, run)
 
 
-def raced(
+def answers(
     kind: str, model: Any, head: MtpHead, format: str, ids: Tensor, run: Run
 ) -> Iterator[Record]:
     """Packed and fused: answers without drafts, by lookup and by the head, in turns."""
@@ -195,32 +198,11 @@ def raced(
         quantize_(head, format, progress=False)
         for each in (model, head):
             fuse_(each, "swiglu", cache=DTYPE_NAMES[run.device.dtype])
-    told = None if args.told is None else Told(model, head, args.told)
     drafters: dict[str, Any] = {"lookup": "lookup", "own head": Mtp(model, head)}
+    told = None if args.told is None else Told(model, head, args.told)
     if told is not None:
         drafters = {f"own head, right by {args.told:.0%}": told}
-    # As those of chats, so that steps are recorded once.
-    caches = [PackedCache(model.config, DTYPE_NAMES[run.device.dtype]) for _ in range(3)]
-    for choice, how in CHOICES.items():
-        plain, others = list[float](), {name: list[float]() for name in drafters}
-        paces, equal = {name: Pace() for name in drafters}, dict.fromkeys(drafters, True)
-        for turn in range(-1, PROMPTS * args.repetitions):
-            end = ids.shape[1] - PROMPT * (turn % PROMPTS)
-            prompt = ids[:, end - 2 * PROMPT : end - PROMPT].to(device)
-            want, speed = answered(model, prompt, args.new_tokens, caches[0], **how)
-            plain.append(speed)
-            if told is not None:
-                told.told = want[0].tolist()
-            for (name, draft), cache in zip(drafters.items(), caches[1:], strict=False):
-                status(f"{kind}, {format}, {choice}, {name}, {turn}")
-                given = {"draft": draft, "pace": paces[name]}
-                got, speed = answered(model, prompt, args.new_tokens, cache, **given, **how)
-                others[name].append(speed)
-                equal[name] &= torch.equal(got, want)
-        for name, speeds in others.items():
-            yield {
-                "model": f"{kind}, {format}, {device}, {args.new_tokens} tokens",
-                "task": f"{name}, {choice}",
-                "drafts": paces[name].drafted / len(speeds),
-                **compared(plain[1:], speeds[1:], [paces[name]], equal[name]),
-            }
+    ends = [ids.shape[1] - PROMPT * i for i in range(PROMPTS)]
+    prompts = [ids[:, end - 2 * PROMPT : end - PROMPT].to(device) for end in ends]
+    title = f"{kind}, {format}, {device}, {args.new_tokens} tokens"
+    yield from raced(title, model, prompts, drafters, args, told and told.tell)
