@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable
 from dataclasses import dataclass
 
@@ -52,14 +53,18 @@ def parse_shape(text: str) -> Shape:
     return Shape(text, int(n), int(k))
 
 
-def parse_ints(text: str) -> tuple[int, ...]:
-    """The integers of "1,4,8-10". ValueError: not positive integers."""
+def parse_ints(text: str, least: int = 1) -> tuple[int, ...]:
+    """The integers of "1,4,8-10,8k", each once; k is 1024. ValueError: anything else, or less."""
     out: list[int] = []
-    for part in text.split(","):
-        first, dash, last = part.strip().partition("-")
-        if not (first.isdigit() and int(first) > 0 and (not dash or last.isdigit())):
-            raise ValueError(f"{part!r}; must be a positive integer or a range a-b")
-        out.extend(range(int(first), int(last or first) + 1))
+    for part in text.lower().split(","):
+        found = re.fullmatch(r"(\d+)(k?)(?:-(\d+))?", part.strip())
+        first = int(found[1]) * (1024 if found[2] else 1) if found else -1
+        numbers = range(first, int(found[3] or first) + 1) if found else range(0)
+        if first < least or not numbers:
+            raise ValueError(
+                f"{part!r}; must be whole numbers of at least {least}, as 4, 8k or 1-8"
+            )
+        out.extend(numbers)
     return tuple(dict.fromkeys(out))
 
 
@@ -74,17 +79,6 @@ def parse_product(option: str, text: str, names: str) -> tuple[int, ...]:
     if len(parts) != len(names.split("x")) or not all(p.isdigit() and int(p) for p in parts):
         raise ValueError(f"{option}: {text!r}; must be {names}, each at least 1")
     return tuple(map(int, parts))
-
-
-def parse_counts(text: str) -> tuple[int, ...]:
-    """The integers of "0,128,8k", each once; k is 1024. ValueError: anything else."""
-    out = []
-    for part in text.lower().split(","):
-        digits, times = part.strip().removesuffix("k"), 1024 if part.strip().endswith("k") else 1
-        if not digits.isdigit():
-            raise ValueError(f"{part!r}; must be a whole number, or one of thousands as 8k")
-        out.append(int(digits) * times)
-    return tuple(dict.fromkeys(out))
 
 
 def parse_names(text: str) -> tuple[str, ...]:

@@ -24,7 +24,7 @@ from torch_metalmm.hf.caches import pair_of
 from ..peers import ggml
 from ..peers.programs import CHUNK, LlamaCpp
 from ..runner import Record, Run
-from ..shapes import parse_counts
+from ..shapes import parse_ints
 from ..tables import status
 from ..timing import PAUSE_SECONDS
 from . import cache_cost, shares
@@ -161,18 +161,10 @@ def of_model(builder: ContextBuilder) -> Iterator[Record]:
     yield from builder.skipped
 
 
-def asked(caches: str, context: str) -> tuple[list[str], tuple[int, ...]]:
-    """The formats of --cache and the tokens of --context. ValueError: an unknown format, or 0."""
-    found = parse_counts(context)
-    if not all(found):
-        raise ValueError(f"--context {context}: each must be at least 1")
-    return cache_cost.named(caches), found
-
-
 def run(run: Run) -> Iterator[Record]:
     """The records of every model named. ValueError: a form that is not measured here."""
     args = run.args
     if args.compile:
         raise ValueError("--compile: not with --cache")
-    args.cache, args.contexts = asked(args.cache, args.context)
+    args.cache, args.contexts = cache_cost.named(args.cache), parse_ints(args.context)
     yield from records(run, ContextBuilder, of_model)

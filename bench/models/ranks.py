@@ -29,7 +29,7 @@ from torch import Tensor, nn
 from torch_metalmm import formats, fuse_
 
 from ..runner import Record, Run
-from ..shapes import parse_counts
+from ..shapes import parse_ints
 from ..tables import status
 from . import llamas
 from .systems import Graph, Transformers
@@ -104,7 +104,7 @@ def run(run: Run) -> Iterator[Record]:
     devices = torch.cuda.device_count() if device.type == "cuda" else args.tp
     if devices < args.tp and not args.one_device:
         raise ValueError(f"--tp {args.tp}: {devices} GPUs; --one-device measures a part on one")
-    context = parse_counts(args.context)[0]
+    context = parse_ints(args.context)[0]
     for model in args.models.split(","):
         if model not in known:
             raise ValueError(f"--tp: model {model!r}; must be of {', '.join(known)}")

@@ -27,7 +27,7 @@ from torch_metalmm.hf.caches.layers import DTYPE_NAMES
 from ..devices import Device
 from ..peers.programs import PROGRAMS
 from ..runner import Record, Run
-from ..shapes import parse_counts
+from ..shapes import parse_ints
 from ..tables import status
 from ..timing import PAUSE_SECONDS, Timing
 from . import llamas, shares
@@ -334,7 +334,7 @@ def records(
 
 def run(run: Run) -> Iterator[Record]:
     """The records of every model named. ValueError: options that do not go together."""
-    args, contexts = run.args, parse_counts(run.args.context)
+    args, contexts = run.args, parse_ints(run.args.context)
     if args.one_device or args.write:
         raise ValueError("--one-device goes with --tp, --write with --ops")
     if len(contexts) != 1:

@@ -22,7 +22,7 @@ from ..devices import CPU
 from ..peers import ggml, sdpa
 from ..problem import LABELS, Bounded, Rounding, Setting, lost, of_additions, rotated, unit
 from ..runner import Cell, Record, Run, Way, check_formats
-from ..shapes import parse_counts, parse_ints, parse_product
+from ..shapes import parse_ints, parse_product
 from ..tables import status
 
 ops = torch.ops.metalmm
@@ -313,10 +313,8 @@ def run(run: Run) -> Iterator[Record]:
     heads = Heads.parse(args.heads)
     names = [formats.get(name).name for name in args.formats.split(",")]
     check_formats(names, [heads.size])
-    contexts = parse_ints(",".join(map(str, parse_counts(args.context))))
-    wanted = shapes(
-        heads, parse_ints(args.batch), contexts, args.prefill, parse_counts(args.filled)
-    )
+    contexts, filled = parse_ints(args.context), parse_ints(args.filled, least=0)
+    wanted = shapes(heads, parse_ints(args.batch), contexts, args.prefill, filled)
     refused: dict[str, str] = {}
     dense = LABELS if device == "cpu" else (setting.dtype,)
     needed = {*names, *(LABELS[d] for d in dense)}

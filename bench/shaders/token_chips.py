@@ -14,7 +14,7 @@ from torch_metalmm.msl.build import ROOT
 from torch_metalmm.tools.token_time import CONTEXT, FORMS, MODELS, OP_US, token_time
 
 from ..models.cache_cost import named
-from ..shapes import parse_counts
+from ..shapes import parse_ints
 from ..tables import Table, digits, percent, to_markdown
 from . import chips
 
@@ -174,7 +174,7 @@ def print_(args: argparse.Namespace) -> None:
     if not args.tokens and (args.context or args.cache):
         raise ValueError("--context and --cache: only with --tokens")
     if args.context or args.cache:
-        contexts = parse_counts(args.context) if args.context else CONTEXTS
+        contexts = parse_ints(args.context, least=0) if args.context else CONTEXTS
         caches = named(args.cache) if args.cache else CACHES
         print(to_markdown(contexts_table(contexts, caches)))
     else:

@@ -22,7 +22,6 @@ from bench.problem import Setting
 from bench.report import cell_tables
 from bench.roofs import roof
 from bench.runner import FEW, SLOW, Run, Way, slow_ones
-from bench.shapes import parse_counts
 
 pytestmark = pytest.mark.usefixtures("own_threads")
 
@@ -162,7 +161,3 @@ def test_a_wrong_variant_has_a_row_without_times() -> None:
     other = record | {"variant": "b", "ok": True, "us": 2.0, "us_q1": 1.0, "us_q3": 3.0}
     (table,) = cell_tables([record, other], "attention")
     assert table.rows[0] == ["a", "1", "8", "1.00", "WRONG", "–", "300 %"]
-
-
-def test_counts_of_a_list() -> None:
-    assert parse_counts("0,128,8k,8192") == (0, 128, 8192)

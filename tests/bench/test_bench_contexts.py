@@ -20,7 +20,6 @@ from bench.models import contexts, llamas
 from bench.models.contexts import error_after
 from bench.models.systems import PIECE, Static, Transformers, counts, random_rows
 from bench.models.tokens import Entry, Reference
-from bench.options import parse
 from bench.peers.programs import CHUNK, LlamaCpp
 from torch_metalmm import PackedCache, fuse_
 
@@ -164,11 +163,6 @@ def test_a_prompt_is_evaluated_once() -> None:
     system.rewind(2)
     system.extend(2048)
     assert len(system.tokens) == 2048 and system.tokens[:700] == first
-
-
-def test_what_contexts_are_asked_for() -> None:
-    assert parse(["tokens", "--cache", "f16", "--device", "cpu"]).context == "128,2k,8k"
-    assert contexts.asked("Q8_0,f16", "1,8k") == (["f16/q8_0", "f16"], (1, 8192))
 
 
 def test_llama_cpp_takes_the_cache_named(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -6,6 +6,7 @@ import pytest
 from places import TESTS
 
 from bench.__main__ import main
+from bench.shapes import parse_ints
 
 FOREIGN = TESTS / "msl" / "metal_foreign"
 
@@ -16,8 +17,9 @@ FOREIGN = TESTS / "msl" / "metal_foreign"
         ("attention --heads 8x3x64", "HEADS must be a multiple of KV_HEADS"),
         ("attention --heads 8x64", "must be HEADSxKV_HEADSxSIZE"),
         ("attention --formats q4_k", "is not a multiple of its block, 256"),
-        ("attention --context 8m", "'8m'; must be a whole number"),
-        ("attention --context 0", "must be a positive integer"),
+        ("attention --context 8m", "'8m'; must be whole numbers"),
+        ("attention --context 0", "'0'; must be whole numbers of at least 1"),
+        ("attention --batch 1,8-4", "'8-4'; must be whole numbers"),
         ("cache --parts bytes,all", "'all'; must be of bytes, quality"),
         ("chips --cache q8_0", "only with --tokens"),
         *(
@@ -30,7 +32,7 @@ FOREIGN = TESTS / "msl" / "metal_foreign"
         (f"tiles --mlx {FOREIGN}", "has no mlx/backend/metal/kernels"),
         ("tokens --context 1k,2k", "several only with --cache"),
         ("tokens --cache q9", "format"),
-        ("tokens --cache f16 --context 0", "must be at least 1"),
+        ("tokens --cache f16 --context 0", "whole numbers of at least 1"),
         ("tokens --cache f16 --compile", "--compile: not with --cache"),
         ("tokens --tp 1", "--tp"),
         ("tokens --tp 2 --models smollm2", "--tp"),
@@ -40,3 +42,7 @@ FOREIGN = TESTS / "msl" / "metal_foreign"
 def test_what_is_refused(arguments: str, message: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(arguments.split()) == 2
     assert message in capsys.readouterr().err
+
+
+def test_a_list_of_numbers() -> None:
+    assert parse_ints("0,128,8k,8192,2-4", least=0) == (0, 128, 8192, 2, 3, 4)

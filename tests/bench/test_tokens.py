@@ -137,6 +137,7 @@ def test_the_defaults_of_a_device() -> None:
     args = parse(["tokens", "--device", "cuda"])
     assert (args.models, args.formats) == ("8b,1b", "q4_0,q4_k,affine4_g64")
     assert args.context == "128" and parse(["tokens", "--device", "cpu"]).context == "32"
+    assert parse(["tokens", "--cache", "f16", "--device", "cpu"]).context == "128,2k,8k"
     assert parse(["tokens", "--device", "cuda", "--models", "1b"]).models == "1b"
     assert parse(["tokens", "--device", "cuda", "--quick"]).models == "tiny"
     assert set(parse(["tokens", "--device", "cpu"]).models.split(",")) < set(llamas.NAMES)
