@@ -80,6 +80,7 @@ def table(title: str, columns: Iterable[Column], records: Sequence[Record]) -> T
 # Kinds of cells, and the fields that their tables do without: names of variants have the format.
 CELLS: dict[str, set[str]] = {
     "matmul": {"format", "worst"},
+    "exact": {"format", "worst"},
     "norm": set(),
     "experts": set(),
     "attention": {"format"},
@@ -106,6 +107,7 @@ OF_CELLS: tuple[Column, ...] = (
     ("vs best peer", "of_best", times),
     ("vs f16", "of_f16", times),
     ("vs rows", "of_rows", times),
+    ("one row over it", "of_one", times),
     ("two ops over it", "of_two_ops", times),
     ("linear of the same work over it", "of_same_work", times),
     ("of one expert over it", "of_one_expert", times),
@@ -233,18 +235,6 @@ KINDS: dict[str, tuple[str, tuple[Column, ...]]] = {
             ("family", "family", "`{}`".format),
             *((f"layers {n}", f"layers_{n}", listed) for n in ("before", "after")),
             *((f"beside them {n}", f"beside_{n}", str) for n in ("before", "after")),
-        ),
-    ),
-    "exact": (
-        "{model}: time, and that over the time of one row",
-        (
-            ("format", "format", str),
-            ("M", "m", str),
-            ("fastest µs", "fastest_us", digits),
-            ("of M = 1", "fastest_of_one", "{:.2f}".format),
-            ("exact µs", "exact_us", digits),
-            ("of M = 1", "exact_of_one", "{:.2f}".format),
-            ("bits of single rows", "ok", yes),
         ),
     ),
     "drafts": (
