@@ -33,24 +33,6 @@ COUNTED = {
     "store to threadgroup": 1,
     "barrier": 2,
 }
-# Every rule of tiles.py once: (PTX, class, cycles).
-INSTRUCTIONS = (
-    ("simdgroup_product.b16 {%r1,%r2}, %r3, %r4", "product", 16),
-    ("ld.shared.v4.b32 {%r1, %r2, %r3, %r4}, [%rd1+16]", "load from threadgroup", 1),
-    ("ld.global.b16 %rs1, [%rd1]", "load from device", 1),
-    ("st.shared.b16 [%rd1], %rs1", "store to threadgroup", 1),
-    ("bar.sync 0", "barrier", 1),
-    ("bar.warp.sync -1", ptx.FREE, 0),
-    ("fma.rn.f32 %r1, %r2, %r3, %r4", "fma", 1),
-)
-
-
-@pytest.mark.parametrize(("line", "kind", "cycles"), INSTRUCTIONS)
-def test_rules_of_tiles(line: str, kind: str, cycles: int) -> None:
-    """Class and cycles of one instruction; the last is of the rules of cells."""
-    found = ptx.read(line + ";")
-    assert found
-    assert ptx.classify(found, tiles.RULES) == (kind, cycles)
 
 
 def test_a_tile_counted_by_hand() -> None:
