@@ -116,6 +116,7 @@ def watched(step: Callable[[], object]) -> list[Call]:
 def in_rows(calls: Sequence[Call], device: Device) -> Shares:
     """Times of the calls of each kind in a row, each row ROWS times: the medians."""
     rows = {kind: [c for c in calls if c.kind == kind] for kind in KINDS}
+    synchronize = getattr(torch, device.type).synchronize
 
     def once(row: list[Call]) -> float:
         if not row:
@@ -124,9 +125,9 @@ def in_rows(calls: Sequence[Call], device: Device) -> Shares:
         def work() -> None:
             for call in row:
                 call()
-            synchronize(device)
+            synchronize()
 
-        synchronize(device)
+        synchronize()
         return wall_clock(work)
 
     samples: dict[str, list[float]] = {kind: [] for kind in KINDS}
@@ -137,11 +138,6 @@ def in_rows(calls: Sequence[Call], device: Device) -> Shares:
                 samples[kind].append(seconds)
     times = {kind: Timing.of(found).median for kind, found in samples.items()}
     return Shares(times, {kind: len(row) for kind, row in rows.items()})
-
-
-def synchronize(device: Device) -> None:
-    if device.type != "cpu":
-        getattr(torch, device.type).synchronize()
 
 
 def recorded_passes(calls: Iterable[Call], chip: str, cores: int = 0) -> int:
@@ -237,13 +233,14 @@ def profiled(step: Callable[[], object], device: Device, steps: int = 8) -> Shar
     """What the profiler sees of `steps` steps: kernels of a GPU, ops of a CPU."""
     from torch.profiler import ProfilerActivity, profile
 
+    synchronize = getattr(torch, device.type).synchronize
     step()
-    synchronize(device)
+    synchronize()
     activity = ProfilerActivity.CUDA if device.type == "cuda" else ProfilerActivity.CPU
     with profile(activities=[activity]) as profiler:
         for _ in range(steps):
             step()
-        synchronize(device)
+        synchronize()
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "trace.json"
         profiler.export_chrome_trace(str(path))

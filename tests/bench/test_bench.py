@@ -5,15 +5,13 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
-from typing import NamedTuple
 
 import pytest
 import torch
 from matplotlib.figure import Figure
-from measured import measured_once, records_of
+from measured import records_of
 from places import ROOT
 
 from bench.__main__ import main
@@ -23,33 +21,9 @@ from bench.options import parse
 from bench.peers.products import ENGINES
 from bench.plots import styles, time_by_m
 from bench.problem import Checker, Problem, Setting, Variant
-from bench.roofs import roof
 from bench.runner import Run
 from bench.shapes import NAMED
 from torch_metalmm import _C, formats
-
-
-class Done(NamedTuple):
-    returncode: int
-    stdout: str
-    stderr: str
-
-
-Bench = Callable[..., Done]
-
-
-@pytest.fixture
-def bench(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> Iterator[Bench]:
-    """The command line, in this process, whose number of threads it sets."""
-    threads = torch.get_num_threads()
-    monkeypatch.setattr(roof, "measure", measured_once)
-
-    def run(*arguments: str) -> Done:
-        capsys.readouterr()
-        return Done(main(list(arguments)), *capsys.readouterr())
-
-    yield run
-    torch.set_num_threads(threads)
 
 
 @pytest.fixture(scope="module")
@@ -73,9 +47,8 @@ def test_every_cell_of_a_run_is_checked_and_timed(quick: Path) -> None:
         assert cell["ok"] and cell["us"] > 0 and cell["percent_read"] > 0
 
 
-def test_plots_are_drawn_from_the_records(quick: Path, tmp_path: Path, bench: Bench) -> None:
-    done = bench("plot", str(quick), "--output", str(tmp_path), "--prefix", "cpu-")
-    assert done.returncode == 0, done.stderr
+def test_plots_are_drawn_from_the_records(quick: Path, tmp_path: Path) -> None:
+    assert main(["plot", str(quick), "--output", str(tmp_path), "--prefix", "cpu-"]) == 0
     for name in ("bandwidth", "time"):
         assert (tmp_path / f"cpu-{name}.png").read_bytes().startswith(b"\x89PNG")
 
@@ -128,18 +101,17 @@ def test_a_run_names_the_absent_peers(monkeypatch: pytest.MonkeyPatch) -> None:
     assert any(r == skipped for r in records)  # and no further record is made
 
 
-def test_machines_are_not_plotted_together(quick: Path, tmp_path: Path, bench: Bench) -> None:
-    other = tmp_path / "other.jsonl"
+def test_what_is_not_plotted(
+    quick: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Records of two machines, and of none that was timed."""
     first, *rest = quick.read_text().splitlines()
+    other, empty = tmp_path / "other.jsonl", tmp_path / "empty.jsonl"
     other.write_text("\n".join([json.dumps(json.loads(first) | {"machine": "another"}), *rest]))
-    done = bench("plot", str(quick), str(other), "--output", str(tmp_path))
-    assert done.returncode == 2 and "several machines: " in done.stderr
-
-
-def test_a_file_without_times_cannot_be_plotted(tmp_path: Path, bench: Bench) -> None:
-    (tmp_path / "empty.jsonl").write_text('{"kind": "run"}\n')
-    done = bench("plot", str(tmp_path / "empty.jsonl"), "--output", str(tmp_path))
-    assert done.returncode == 2 and "nothing to plot" in done.stderr
+    empty.write_text('{"kind": "run"}\n')
+    for files, why in (([quick, other], "several machines: "), ([empty], "nothing to plot")):
+        assert main(["plot", *map(str, files), "--output", str(tmp_path)]) == 2
+        assert why in capsys.readouterr().err
 
 
 def test_one_wrong_code_in_a_million_is_found() -> None:
@@ -169,11 +141,13 @@ def test_one_wrong_code_in_a_million_is_found() -> None:
         ("swiglu", "2 64 256"),
     ],
 )
-def test_a_single_operation_is_checked_and_timed(operation: str, sizes: str, bench: Bench) -> None:
-    done = bench("matrix-ops", operation, *sizes.split(), "--quick")
-    assert done.returncode == 0, done.stderr
+def test_a_single_operation_is_checked_and_timed(
+    operation: str, sizes: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    records_of(tmp_path, "matrix-ops", operation, *sizes.split())
+    printed = capsys.readouterr().out
     for word in ("first", "checksum", "of bound", "µs", "GB/s", "GFLOP/s", "of read"):
-        assert word in done.stdout, word
+        assert word in printed, word
 
 
 def test_quality_of_the_real_models(own_threads: None, tmp_path: Path) -> None:

@@ -11,7 +11,6 @@ import pytest
 import torch
 from measured import records_of
 
-from bench.devices import CPU
 from bench.models import llamas, shares
 from bench.models.systems import Packed, Static, Transformers
 from bench.models.tokens import Builder, Entry
@@ -272,7 +271,3 @@ def test_tables_of_records_without_parts() -> None:
     first, second = model_tables([peer, other])
     assert [row[0] for row in first.rows] == ["a", "a"] and len(second.rows) == 1
     assert second.rows[0] == ["a", "3.00", "2.00–4.00", "1.00"]  # ms, and of the host
-
-
-def test_the_cpu_needs_no_synchronize() -> None:
-    shares.synchronize(CPU)
