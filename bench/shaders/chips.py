@@ -12,6 +12,7 @@ from statistics import linear_regression
 from torch_metalmm import _C
 from torch_metalmm.msl.build import ROOT
 from torch_metalmm.tools.cost_model import MODELS, Chip, predict
+from torch_metalmm.tools.token_time import CONTEXT
 
 from ..tables import Table, digits, percent, to_markdown
 
@@ -24,14 +25,16 @@ DISCUSSION, MLX_LM = "llama.cpp discussion 4167", "mlx-lm BENCHMARKS.md"
 
 @dataclass(frozen=True)
 class Tokens:
-    """Decoding as someone published it: a chip, cores where they are fewer, tokens per second."""
+    """Decoding at batch 1 as someone published it: tokens per second."""
 
     chip: str
-    cores: int | None
-    format: str
-    published: float
-    source: str
     model: str
+    format: str
+    program: str
+    rate: float
+    source: str
+    context: int = CONTEXT  # tokens before, where they are stated
+    cores: int | None = None  # where the chip has fewer than the largest of its name
 
 
 @dataclass(frozen=True)
@@ -55,7 +58,11 @@ def _rates(
     model: str = "Llama 2 7B",
     **rates: float,
 ) -> list[Tokens]:
-    return [Tokens(chip, cores, format, rate, source, model) for format, rate in rates.items()]
+    program = "mlx-lm" if source == MLX_LM else "llama.cpp"
+    return [
+        Tokens(chip, model, format, program, rate, source, cores=cores)
+        for format, rate in rates.items()
+    ]
 
 
 # The whole token: more than its products. The discussion: llama-bench, 128 tokens, commit 8e672ef
@@ -145,7 +152,7 @@ def fits() -> Table:
             continue
         chip = machine(name, cores)
         sizes = [token_bytes(t.format, chip, model) for t in found]
-        slope, constant = linear_regression(sizes, [1e3 / t.published for t in found])
+        slope, constant = linear_regression(sizes, [1e3 / t.rate for t in found])
         rate = 1e-6 / slope
         of_nominal = percent(100 * rate / chip.bandwidth_gb_s)
         row = [f"{name}, {chip.cores}", model, digits(rate), of_nominal, f"{constant:.1f}"]

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 from torch_metalmm.msl.build import ROOT
 from torch_metalmm.tools.token_time import CONTEXT, FORMS, MODELS, OP_US, token_time
@@ -17,6 +16,7 @@ from ..models.cache_cost import named
 from ..shapes import parse_ints
 from ..tables import Table, digits, percent, to_markdown
 from . import chips
+from .chips import Tokens
 
 PAGE = ROOT / "docs" / "token-model.md"
 COMMAND = "chips --tokens"
@@ -28,54 +28,35 @@ CONTEXTS = (CONTEXT, 2048, 8192, 32768)
 CACHES = ("f16", "f16/q8_0", "f16/q4_0")
 
 
-@dataclass(frozen=True)
-class Published:
-    """Decoding at batch 1 as someone published it."""
-
-    chip: str
-    model: str
-    format: str
-    program: str
-    rate: float
-    source: str
-    context: int = CONTEXT  # tokens before, where they are stated
-
-
 _BLOG = "runanywhere.ai blog, March 2026, best of 5"
 _MLX_LM = "mlx-lm BENCHMARKS.md, after 2048 tokens", 2048
 
 
-def _of_blog(model: str, **rates: float) -> list[Published]:
+def _of_blog(model: str, **rates: float) -> list[Tokens]:
     names = {"mlx_lm": "mlx-lm", "llama_cpp": "llama.cpp", "uzu": "uzu", "metal_rt": "MetalRT"}
     found = rates.items()
-    return [Published("m4-max", model, FORMAT, names[n], rate, _BLOG) for n, rate in found]
+    return [Tokens("m4-max", model, FORMAT, names[n], rate, _BLOG) for n, rate in found]
 
 
-def _llama_cpp() -> list[Published]:
-    """Those of chips.TOKENS for the largest configuration of a chip: its newest row."""
-    found = {
-        t.chip: Published(t.chip, t.model, t.format, "llama.cpp", t.published, t.source)
-        for t in chips.TOKENS
-        if t.cores is None and t.format == "q4_0" and t.model in MODELS
-    }
-    return [*found.values()]
-
-
+# Of chips.TOKENS those for the largest configuration of a chip: its newest row.
+_LLAMA_CPP = {
+    t.chip: t for t in chips.TOKENS if t.cores is None and t.format == "q4_0" and t.model in MODELS
+}
 PUBLISHED = (
     *_of_blog("Qwen3 0.6B", metal_rt=658, uzu=627, mlx_lm=552),
     *_of_blog("Qwen3 4B", metal_rt=186, mlx_lm=170, uzu=165, llama_cpp=87),
-    Published("m4-max", "Qwen3 4B", FORMAT, "mlx-lm", 134.5, *_MLX_LM),
+    Tokens("m4-max", "Qwen3 4B", FORMAT, "mlx-lm", 134.5, *_MLX_LM),
     *_of_blog("Llama 3.2 3B", uzu=222, mlx_lm=210, metal_rt=184, llama_cpp=137),
-    Published("m4-pro", "Qwen3 0.6B", "q4_0", "akunu", 465, "akunu's book"),
-    Published("m4-pro", "Qwen3 0.6B", "q4_0", "llama.cpp", 169, "akunu's book"),
-    *_llama_cpp(),
+    Tokens("m4-pro", "Qwen3 0.6B", "q4_0", "akunu", 465, "akunu's book"),
+    Tokens("m4-pro", "Qwen3 0.6B", "q4_0", "llama.cpp", 169, "akunu's book"),
+    *_LLAMA_CPP.values(),
 )
 _TRANSFORMERS, _SGLANG = "transformers pull request 45977, q4_k_m", "sglang issue 32321"
 EAGER = (
-    Published("m3-max", "Llama 3.2 3B", "q4_k", "transformers, ggml kernels", 49.2, _TRANSFORMERS),
-    Published("m3-max", "Llama 3.2 3B", "q4_k", "the same, compiled", 68.8, _TRANSFORMERS),
-    Published("m3-pro", "Qwen3 0.6B", "bf16", "torch, eager", 18.1, _SGLANG),
-    Published("m3-pro", "Qwen3 0.6B", "bf16", "mlx-lm", 80.8, _SGLANG),
+    Tokens("m3-max", "Llama 3.2 3B", "q4_k", "transformers, ggml kernels", 49.2, _TRANSFORMERS),
+    Tokens("m3-max", "Llama 3.2 3B", "q4_k", "the same, compiled", 68.8, _TRANSFORMERS),
+    Tokens("m3-pro", "Qwen3 0.6B", "bf16", "torch, eager", 18.1, _SGLANG),
+    Tokens("m3-pro", "Qwen3 0.6B", "bf16", "mlx-lm", 80.8, _SGLANG),
 )
 
 
@@ -117,7 +98,7 @@ def apart_table() -> Table:
     return table
 
 
-def compared(title: str, published: tuple[Published, ...], wanted: str) -> Table:
+def compared(title: str, published: tuple[Tokens, ...], wanted: str) -> Table:
     columns = ["chip", "model", "format", "program", "published", *FORMS]
     columns += [f"{wanted} of published", "source"]
     table = Table(f"{title}: tokens/s published, and predicted for us", columns)
