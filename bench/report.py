@@ -29,12 +29,14 @@ def whole_percent(value: float) -> str:
     return f"{100 * value:.0f} %"
 
 
-def quartiles(name: str, title: str = "quartiles") -> Column:
+def with_quartiles(title: str, name: str, text: Callable[[float], str] = digits) -> list[Column]:
+    """The column of a field, and one of its quartiles."""
+
     def field(r: Record) -> str | None:
         q1, q3 = r.get(f"{name}_q1"), r.get(f"{name}_q3")
         return None if q1 is None else f"{digits(q1)}–{digits(q3)}"
 
-    return title, field, str
+    return [(title, name, text), ("quartiles", field, str)]
 
 
 def spread(r: Record) -> float | None:
@@ -191,8 +193,7 @@ def _variant(r: Record) -> str:
 
 PARTS: tuple[Column, ...] = (
     SYSTEM,
-    ("ms", "ms", digits),
-    quartiles("ms"),
+    *with_quartiles("ms", "ms"),
     *((f"{SHORT.get(k, k)} ms", f"{k}_ms", lambda v: digits(v) if v else "0") for k in TIME_KINDS),
     ("host ms", _host, digits),
     *((SHORT.get(k, k), f"{k}_launches", "{:.0f}".format) for k in TIME_KINDS),
@@ -205,13 +206,10 @@ KINDS: dict[str, tuple[str, tuple[Column, ...]]] = {
         (
             SYSTEM,
             ("MB", "weight_bytes", with_unit(1e6)),
-            ("decode tok/s", "decode", digits),
-            quartiles("decode"),
-            ("prefill {prompt}", "prefill", digits),
-            quartiles("prefill"),
+            *with_quartiles("decode tok/s", "decode"),
+            *with_quartiles("prefill {prompt}", "prefill"),
             ("prefill, GPU ms", "prefill_gpu_ms", digits),
-            ("by fuse_", "gain", "× {:.3f}".format),
-            quartiles("gain"),
+            *with_quartiles("by fuse_", "gain", "× {:.3f}".format),
             ("error", error, str),
         ),
     ),
@@ -219,8 +217,7 @@ KINDS: dict[str, tuple[str, tuple[Column, ...]]] = {
         "{model}",
         (
             SYSTEM,
-            ("µs a layer", "layer_us", digits),
-            quartiles("layer_us"),
+            *with_quartiles("µs a layer", "layer_us"),
             ("in ops", "ops_us", digits),
             ("beside", "beside_us", digits),
             ("Python a layer", "python_layer_us", digits),
@@ -261,8 +258,7 @@ KINDS: dict[str, tuple[str, tuple[Column, ...]]] = {
         "{model}",
         (
             ("loop", "loop", str),
-            ("ms a token", "ms", digits),
-            quartiles("ms"),
+            *with_quartiles("ms a token", "ms"),
             ("tokens equal", "ok", yes),
             ("replays", "replays", str),
         ),
@@ -272,8 +268,7 @@ KINDS: dict[str, tuple[str, tuple[Column, ...]]] = {
         (
             ("family", "family", "`{}`".format),
             SYSTEM,
-            ("ms", "ms", digits),
-            quartiles("ms"),
+            *with_quartiles("ms", "ms"),
             ("of unfused", "of_unfused", whole_percent),
             ("replays", "replays", str),
             ("ms of a prompt of {prompt}", "prompt_ms", digits),
@@ -322,28 +317,20 @@ KINDS: dict[str, tuple[str, tuple[Column, ...]]] = {
         "One client, {tokens} tokens",
         (
             ("way", "way", str),
-            ("first token, ms", "first_ms", digits),
-            quartiles("first_ms"),
-            ("tokens/s after it", "tokens_s", digits),
-            quartiles("tokens_s"),
+            *with_quartiles("first token, ms", "first_ms"),
+            *with_quartiles("tokens/s after it", "tokens_s"),
         ),
     ),
     "serve-turns": (
         "{model}: {clients} conversations of {turns} turns, {tokens} tokens at the end",
         (
             ("server", "way", str),
-            *(
-                column
-                for turn, at in (("turn 2", "second"), ("the last turn", "end"))
-                for column in (
-                    (f"first token of {turn}, ms", at, digits),
-                    quartiles(at),
-                    ("tokens read", f"read_{at}", digits),
-                )
-            ),
+            *with_quartiles("first token of turn 2, ms", "second"),
+            ("tokens read", "read_second", digits),
+            *with_quartiles("first token of the last turn, ms", "end"),
+            ("tokens read", "read_end", digits),
             ("last / 2", "ratio", "{:.2f}".format),
-            ("tokens/s of all", "tokens_s", digits),
-            quartiles("tokens_s"),
+            *with_quartiles("tokens/s of all", "tokens_s"),
         ),
     ),
     "serve-clients": (
@@ -377,11 +364,11 @@ def model_tables(records: Sequence[Record]) -> list[Table]:
 def contexts(cells: Sequence[Record]) -> Table:
     """ms of a token after each context, a row for each system."""
     columns: list[Column] = [SYSTEM]
+    speed: Column = ("speed", "gain", "{:.2f}×".format)
     for n in dict.fromkeys(r["context"] for r in cells):
-        at = lambda r, n=n: r["after"].get(n, {})  # noqa: E731
-        columns.append((f"ms after {n}", lambda r, at=at: at(r).get("ms"), digits))
-        columns.append(("quartiles", lambda r, at=at: quartiles("ms")[1](at(r)), str))
-        columns.append(("speed", lambda r, at=at: at(r).get("gain"), "{:.2f}×".format))
+        for title, field, text in (*with_quartiles(f"ms after {n}", "ms"), speed):
+            of = lambda r, n=n, f=field: value(r["after"].get(n, {}), f)  # noqa: E731
+            columns.append((title, of, text))
     rows = []
     for system in dict.fromkeys(r["system"] for r in cells):
         after = {r["context"]: r for r in cells if r["system"] == system}
