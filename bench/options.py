@@ -39,7 +39,7 @@ OPTIONS = {
     "repetitions": Option("at least this many timed calls (20)", int, 20, 5),
     "formats": Option(
         "comma-separated, of torch_metalmm.formats.names(); all; one of each kind",
-        normal=",".join(shapes.DEFAULT_FORMATS),
+        normal="q4_0,q8_0,q4_k,q6_k,affine4_g64",
         quick="q4_0,q4_k",
     ),
     "json": Option("also write the records here, as JSON lines", Path),
@@ -47,9 +47,9 @@ OPTIONS = {
     "quick": Option("small and short: does it run at all?", bool),
     "device": Option(f"{', '.join(DEVICES)}; default: mps on a Mac, else cpu"),
     "shapes": Option(
-        f"NxK or of {', '.join(shapes.NAMED)}", normal=",".join(shapes.DEFAULT_SHAPES), quick="tiny"
+        f"NxK or of {', '.join(shapes.NAMED)}", normal="attn,up,down,head", quick="tiny"
     ),
-    "m": Option("rows of x, as 1,4,8-16", normal=shapes.listed(shapes.DEFAULT_M), quick="1,8,64"),
+    "m": Option("rows of x, as 1,4,8-16", normal="1,4,8,16,128,512", quick="1,8,64"),
     "engines": Option(
         f"auto = all installed; or of {', '.join(ENGINES)}",
         normal="auto",

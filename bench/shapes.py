@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable
 from dataclasses import dataclass
 
 
@@ -35,10 +34,6 @@ NAMED = {
 }
 BY_SIZE = {str(s): s for s in NAMED.values()}
 
-DEFAULT_SHAPES = ("attn", "up", "down", "head")
-DEFAULT_FORMATS = ("q4_0", "q8_0", "q4_k", "q6_k", "affine4_g64")
-DEFAULT_M = (1, 4, 8, 16, 128, 512)
-
 
 def parse_shape(text: str) -> Shape:
     """A name of NAMED, or NxK. ValueError: anything else."""
@@ -66,11 +61,6 @@ def parse_ints(text: str, least: int = 1) -> tuple[int, ...]:
             )
         out.extend(numbers)
     return tuple(dict.fromkeys(out))
-
-
-def listed(numbers: Iterable[int]) -> str:
-    """As the command line has them."""
-    return ",".join(map(str, numbers))
 
 
 def parse_product(option: str, text: str, names: str) -> tuple[int, ...]:
