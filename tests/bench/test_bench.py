@@ -150,6 +150,16 @@ def test_a_single_operation_is_checked_and_timed(
         assert word in printed, word
 
 
+def test_several_rows_beside_one(tmp_path: Path) -> None:
+    """Each number of rows as fast as may be, and with the bits of single ones."""
+    given = ("--shapes", "tiny", "--formats", "q6_k", "--m", "5")
+    found = records_of(tmp_path, "matmul", "--exact", *given)
+    cells = {(r["variant"], r["m"]): r for r in found if r["kind"] == "exact"}
+    names = [f"metalmm q6_k{how}" for how in ("", " int8", " int16")]
+    assert {*cells} == {("metalmm q6_k, exact", 5), *((n, m) for n in names for m in (1, 5))}
+    assert all(r["ok"] and r["of_one"] > 0 for r in cells.values())
+
+
 def test_quality_of_the_real_models(own_threads: None, tmp_path: Path) -> None:
     records = records_of(tmp_path, "quality", "--formats", "q8_0")
     rows = [r for r in records if r["kind"] == "quality"]
