@@ -7,6 +7,7 @@
 
 #include "cpu/ops.h"
 #include "cpu/parallel.h"
+#include "ops/attention/memory.h"
 #include "ops/tensors.h"
 
 namespace metalmm::cpu {
@@ -91,7 +92,7 @@ void convolve(const float* x, const float* weight, const float* bias, bool silu,
 
 at::Tensor causal_conv(const args::causal_conv& a) {
   check(a);
-  check_memory(a);
+  check_written(a);
   const int64_t batch = a.x.size(0), positions = a.x.size(1), n = a.x.size(2);
   const int64_t taps = a.weight.size(1), width = a.state.size(2);
   at::Tensor y = at::empty({batch, positions, n}, a.x.options().dtype(at::kFloat));
@@ -118,7 +119,7 @@ at::Tensor causal_conv(const args::causal_conv& a) {
 
 at::Tensor gated_delta(const args::gated_delta& a) {
   const DeltaShape shape = check(a);
-  check_memory(a);
+  check_written(a);
   const int64_t batch = a.qkv.size(0), positions = a.qkv.size(1), values = a.qkv.size(2);
   const int64_t heads = a.state.size(1), dk = a.state.size(2), dv = a.state.size(3);
   const int64_t key_heads = shape.key_heads.expect_int(), group = heads / key_heads;
@@ -156,7 +157,7 @@ at::Tensor gated_delta(const args::gated_delta& a) {
 
 at::Tensor ssm_scan(const args::ssm_scan& a) {
   const SsmShape shape = check(a);
-  check_memory(a);
+  check_written(a);
   const int64_t batch = a.xbc.size(0), positions = a.xbc.size(1), values = a.xbc.size(2);
   const int64_t heads = a.state.size(1), p = a.state.size(2), n = a.state.size(3);
   const int64_t groups = shape.groups.expect_int();

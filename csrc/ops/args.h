@@ -8,6 +8,7 @@
 #include <optional>
 #include <string_view>
 #include <tuple>
+#include <type_traits>
 #include <vector>
 
 namespace metalmm {
@@ -51,6 +52,16 @@ struct WrittenB : Tensor {
 struct MaybeWeight : MaybeTensor {};
 
 }  // namespace kind
+
+template <class Kind>
+constexpr bool is_weight =
+    std::is_same_v<Kind, kind::Weight> || std::is_same_v<Kind, kind::MaybeWeight>;
+template <class Kind>
+constexpr bool is_tensor =
+    std::is_base_of_v<kind::Tensor, Kind> || std::is_base_of_v<kind::MaybeTensor, Kind>;
+template <class Kind>
+constexpr bool is_written =
+    std::is_same_v<Kind, kind::WrittenA> || std::is_same_v<Kind, kind::WrittenB>;
 
 // Kinds of results, whose dtypes torch_metalmm/ops.py knows by these names: that of the first
 // argument unless another is named.

@@ -6,9 +6,9 @@
 #include <torch/library.h>
 
 #include <string>
-#include <type_traits>
 
 #include "attention/autograd.h"
+#include "attention/memory.h"
 #include "composed.h"
 #include "gradients.h"
 #include "recurrent.h"
@@ -218,7 +218,7 @@ namespace {
 template <class Args>
 Tensor recorded_state(const Args& a, const Tensor& rows, Tensor (*composed)(const Args&)) {
   check(a);
-  check_memory(a);
+  check_written(a);
   TORCH_CHECK_VALUE(!needs_grad(a.state), "state: requires grad, but ", OpOf<Args>::kName,
                     " writes it; pass state.detach()");
   if (rows.size(1) > 0) return composed(a);
@@ -237,16 +237,6 @@ Tensor recorded(const args::gated_delta& a) {
 Tensor recorded(const args::ssm_scan& a) { return recorded_state(a, a.xbc, composed::ssm_scan); }
 
 namespace {
-
-template <class Kind>
-constexpr bool is_weight =
-    std::is_same_v<Kind, kind::Weight> || std::is_same_v<Kind, kind::MaybeWeight>;
-template <class Kind>
-constexpr bool is_tensor =
-    std::is_base_of_v<kind::Tensor, Kind> || std::is_base_of_v<kind::MaybeTensor, Kind>;
-template <class Kind>
-constexpr bool is_written =
-    std::is_same_v<Kind, kind::WrittenA> || std::is_same_v<Kind, kind::WrittenB>;
 
 bool has_tangent(const Tensor& t) { return t._fw_grad(0).defined(); }
 bool has_tangent(const OptionalTensor& t) { return t.has_value() && has_tangent(*t); }

@@ -2,13 +2,27 @@
 
 #include <utility>
 
-#include "attention/memory.h"
 #include "checks.h"
 #include "metal/geometry.h"
 
 namespace metalmm {
 
 using Size = c10::SymInt;
+
+namespace {
+
+// Rows of positions, and a state of heads on their device.
+void check_state(const char* name, const Tensor& rows, const Tensor& state, const char* shape) {
+  check_activation_dtype(name, rows);
+  TORCH_CHECK_VALUE(rows.dim() == 3, name, ": shape ", rows.sym_sizes(),
+                    "; must be [B, S, values]");
+  check_device("state", state, rows);
+  TORCH_CHECK_VALUE(state.scalar_type() == at::kFloat && state.dim() == 4,
+                    "state: ", state.scalar_type(), " ", state.sym_sizes(), "; must be float32 ",
+                    shape);
+}
+
+}  // namespace
 
 void check(const args::causal_conv& a) {
   const Tensor &x = a.x, &state = a.state, &weight = a.weight;
@@ -32,18 +46,9 @@ void check(const args::causal_conv& a) {
                     a.activation.value_or(""), "'; allowed: None, 'silu'");
 }
 
-void check_memory(const args::causal_conv& a) {
-  check_written("state", a.state, {{"x", a.x}, {"weight", a.weight}, {"bias", a.bias}});
-}
-
 DeltaShape check(const args::gated_delta& a) {
   const Tensor &qkv = a.qkv, &state = a.state;
-  check_activation_dtype("qkv", qkv);
-  TORCH_CHECK_VALUE(qkv.dim() == 3, "qkv: shape ", qkv.sym_sizes(), "; must be [B, S, values]");
-  check_device("state", state, qkv);
-  TORCH_CHECK_VALUE(state.scalar_type() == at::kFloat && state.dim() == 4,
-                    "state: ", state.scalar_type(), " ", state.sym_sizes(),
-                    "; must be float32 [B, heads, dk, dv]");
+  check_state("qkv", qkv, state, "[B, heads, dk, dv]");
   const Size batch = qkv.sym_size(0), values = qkv.sym_size(2);
   const Size heads = state.sym_size(1), dk = state.sym_size(2), dv = state.sym_size(3);
   constexpr int64_t kMost = GatedDeltaGeometry::kRowLanes * GatedDeltaGeometry::kMostRows;
@@ -65,20 +70,9 @@ DeltaShape check(const args::gated_delta& a) {
   return {batch, qkv.sym_size(1), key_heads, heads, dk, dv};
 }
 
-void check_memory(const args::gated_delta& a) {
-  check_written(
-      "state", a.state,
-      {{"qkv", a.qkv}, {"a", a.a}, {"b", a.b}, {"a_log", a.a_log}, {"dt_bias", a.dt_bias}});
-}
-
 SsmShape check(const args::ssm_scan& a) {
   const Tensor &xbc = a.xbc, &state = a.state;
-  check_activation_dtype("xbc", xbc);
-  TORCH_CHECK_VALUE(xbc.dim() == 3, "xbc: shape ", xbc.sym_sizes(), "; must be [B, S, values]");
-  check_device("state", state, xbc);
-  TORCH_CHECK_VALUE(state.scalar_type() == at::kFloat && state.dim() == 4,
-                    "state: ", state.scalar_type(), " ", state.sym_sizes(),
-                    "; must be float32 [B, heads, P, N]");
+  check_state("xbc", xbc, state, "[B, heads, P, N]");
   const Size batch = xbc.sym_size(0), positions = xbc.sym_size(1), values = xbc.sym_size(2);
   const Size heads = state.sym_size(1), p = state.sym_size(2), n = state.sym_size(3);
   constexpr int64_t kMost = SsmScanGeometry::kMostValues;
@@ -102,16 +96,6 @@ SsmShape check(const args::ssm_scan& a) {
   TORCH_CHECK_VALUE(!a.dt_max.has_value() || *a.dt_max >= a.dt_min,
                     "dt_max: ", a.dt_max.value_or(0), "; must be dt_min or more");
   return {batch, positions, groups, heads, p};
-}
-
-void check_memory(const args::ssm_scan& a) {
-  check_written("state", a.state,
-                {{"xbc", a.xbc},
-                 {"dt", a.dt},
-                 {"a_log", a.a_log},
-                 {"dt_bias", a.dt_bias},
-                 {"d", a.d},
-                 {"gate", a.gate}});
 }
 
 }  // namespace metalmm

@@ -17,9 +17,4 @@ struct SsmShape {
 };
 SsmShape check(const args::ssm_scan& a);
 
-// ValueError where an element of the state lies in what is read, or two in one place.
-void check_memory(const args::causal_conv& a);
-void check_memory(const args::gated_delta& a);
-void check_memory(const args::ssm_scan& a);
-
 }  // namespace metalmm

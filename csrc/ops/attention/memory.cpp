@@ -1,8 +1,6 @@
 #include "memory.h"
 
 #include <algorithm>
-#include <initializer_list>
-#include <utility>
 #include <vector>
 
 namespace metalmm {
@@ -76,16 +74,7 @@ bool is_same(const at::Tensor& a, const at::Tensor& b) {
          a.scalar_type() == b.scalar_type() && a.sizes() == b.sizes() && a.strides() == b.strides();
 }
 
-void check_cache(const at::Tensor& keys, const at::Tensor& values, bool are_the_same_rows,
-                 std::initializer_list<NamedTensor> read) {
-  check_written("keys", keys, read);
-  check_written("values", values, read);
-  TORCH_CHECK_VALUE((is_same(keys, values) && are_the_same_rows) || !shares_memory(keys, values),
-                    "values: share memory with keys; they must be apart, or be keys where v is k");
-}
-
-}  // namespace
-
+// Whether two tensors have a byte in common, by their storages, strides and sizes alone.
 bool shares_memory(const at::Tensor& a, const at::Tensor& b) {
   if (a.numel() == 0 || b.numel() == 0 || !a.storage().is_alias_of(b.storage())) return false;
   // first_byte(a) + steps of a = first_byte(b) + steps of b, the latter counted from their ends.
@@ -103,29 +92,32 @@ bool shares_memory(const at::Tensor& a, const at::Tensor& b) {
   return reaches(bytes, first, last, budget);
 }
 
-void check_written(const char* name, const at::Tensor& t, std::initializer_list<NamedTensor> read) {
+}  // namespace
+
+void check_places(const char* name, const at::Tensor& t) {
   TORCH_CHECK_VALUE(!may_repeat(t), name, ": shape ", t.sizes(), ", strides ", t.strides(),
                     "; each element must have its own place in memory, as after contiguous()");
-  for (const NamedTensor& other : read) {
-    TORCH_CHECK_VALUE(!other.second.has_value() || !shares_memory(t, *other.second), other.first,
-                      ": shares memory with ", name, ", which is written; pass ", other.first,
-                      ".clone()");
-  }
+}
+
+void check_apart(const char* name, const at::Tensor& t, const char* other,
+                 const OptionalTensor& read) {
+  TORCH_CHECK_VALUE(!read.has_value() || !shares_memory(t, *read), other, ": shares memory with ",
+                    name, ", which is written; pass ", other, ".clone()");
+}
+
+void check_cache_memory(const at::Tensor& keys, const at::Tensor& values, bool are_the_same_rows) {
+  TORCH_CHECK_VALUE((is_same(keys, values) && are_the_same_rows) || !shares_memory(keys, values),
+                    "values: share memory with keys; they must be apart, or be keys where v is k");
 }
 
 void check_memory(const args::cache_append& a) {
-  check_cache(a.keys, a.values, is_same(a.k, a.v), {{"k", a.k}, {"v", a.v}, {"slots", a.slots}});
+  check_written(a);
+  check_cache_memory(a.keys, a.values, is_same(a.k, a.v));
 }
 
 void check_memory(const args::rope_append& a) {
-  check_cache(a.keys, a.values, false,
-              {{"qkv", a.qkv},
-               {"cos", a.cos},
-               {"sin", a.sin},
-               {"slots", a.slots},
-               {"v", a.v},
-               {"q_norm", a.q_norm},
-               {"k_norm", a.k_norm}});
+  check_written(a);
+  check_cache_memory(a.keys, a.values, false);
 }
 
 }  // namespace metalmm

@@ -1,25 +1,39 @@
 // Memory of the tensors that an op writes: whether an element is written twice, or also read.
 #pragma once
 
-#include <initializer_list>
-#include <utility>
-
 #include "ops/args.h"
 
 namespace metalmm {
 
-// Whether two tensors have a byte in common, by their storages, strides and sizes alone.
-bool shares_memory(const at::Tensor& a, const at::Tensor& b);
+// ValueError where two elements of a tensor that is written lie at one place.
+void check_places(const char* name, const at::Tensor& written);
 
-using NamedTensor = std::pair<const char*, OptionalTensor>;
+// ValueError where an element of `written` lies in what is read.
+void check_apart(const char* name, const at::Tensor& written, const char* other,
+                 const OptionalTensor& read);
+template <class Written, class Kind>
+void check_apart(const Field<Written>& written, const Field<Kind>& read) {
+  if constexpr (is_tensor<Kind> && !is_written<Kind>) {
+    check_apart(written.name, written.value, read.name, read.value);
+  }
+}
 
-// ValueError where two elements of a tensor that is written lie at one place, or where one lies in
-// what is read.
-void check_written(const char* name, const at::Tensor& t, std::initializer_list<NamedTensor> read);
+template <class Kind, class... Kinds>
+void check_field(const Field<Kind>& one, const Field<Kinds>&... all) {
+  if constexpr (is_written<Kind>) {
+    check_places(one.name, one.value);
+    (check_apart(one, all), ...);
+  }
+}
 
-// Keys and values, which the ops on a cache write, and what else a call reads: ValueError where two
-// elements that are written lie at one place, or where one lies in what is read. For tensors with
-// memory, on any device. Keys and values may be one tensor where v is k.
+// Both, of every tensor that ops.def says is written, and every one that is not. For tensors with
+// memory, on any device.
+template <class Args>
+void check_written(const Args& a) {
+  with_fields(a, [](const Args&, const auto&... field) { (check_field(field, field...), ...); });
+}
+
+// The same of keys and values, which may be one tensor where v is k.
 void check_memory(const args::cache_append& a);
 void check_memory(const args::rope_append& a);
 
