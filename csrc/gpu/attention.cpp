@@ -125,7 +125,7 @@ at::Tensor attention(const Engine& e, const args::attention& a) {
         [&](const args::attention& plain) { return attention(e, plain); });
   }
   if (q.is_cpu() && a.length.has_value()) check_lengths(a);
-  if (q.is_cpu() && a.pages.has_value()) check_page_numbers(a);
+  check_page_numbers(a);
   const int64_t capacity = a.pages.has_value() ? a.pages->size(1) * kPageSlots : keys.size(2);
   const int64_t slots = a.mask.has_value() ? std::min(capacity, a.mask->size(3)) : capacity;
   const bool has_kernels = is_pair_of_kernels(shape.cache.keys, shape.cache.values) &&

@@ -182,7 +182,7 @@ std::tuple<at::Tensor, at::Tensor> rope_tables(const Engine& e, const args::rope
 at::Tensor rope_append(const Engine& e, const args::rope_append& a) {
   const RopeAppendShape shape = check(a);
   check_memory(a);
-  if (a.slots.is_cpu()) check_slots(a.slots, a.keys.size(2));
+  check_slots(a.slots, a.keys);
   const args::rope of = rope_of(a);
   const at::ScalarType dtype = a.qkv.scalar_type();
   // In f32 k and v would be packed before they are rounded to the dtype of qkv.
@@ -201,7 +201,7 @@ at::Tensor rope_append(const Engine& e, const args::rope_append& a) {
 void cache_append(const Engine& e, const args::cache_append& a) {
   const CacheShape shape = check(a);
   check_memory(a);
-  if (a.slots.is_cpu()) check_slots(a.slots, a.keys.size(2));
+  check_slots(a.slots, a.keys);
   if (a.k.numel() == 0) return;
   if (is_written_by_a_kernel(a.keys, a.values, shape)) {
     Call call(a.k, a.v, common_dtype(a.k, {a.v}));

@@ -98,6 +98,15 @@ Size check_rows(const char* name, const at::Tensor& x) {
   return x.sym_size(-1);
 }
 
+void check_row(const char* name, const at::Tensor& rows, const Format& format, const Size& k) {
+  const bool is_packed = rows.scalar_type() == at::kByte;
+  TORCH_CHECK_VALUE(is_packed || is_dense(format, rows.scalar_type()), name, ": dtype ",
+                    rows.scalar_type(), "; allowed: uint8 rows of ", format.name);
+  const Size row = is_packed ? format.row_bytes(k) : k;
+  TORCH_CHECK_VALUE(rows.sym_size(-1) == row, name, ": shape ", rows.sym_sizes(), "; a row of ", k,
+                    " values in ", format.name, " has ", row, is_packed ? " bytes" : " values");
+}
+
 WeightShape check_weight(const char* name, const at::Tensor& weight, std::string_view format_name,
                          const Size& k, const at::Tensor& x, bool of_experts) {
   const Format& format = check_format(format_name);
@@ -105,12 +114,7 @@ WeightShape check_weight(const char* name, const at::Tensor& weight, std::string
   check_device(name, weight, x);
   TORCH_CHECK_VALUE(weight.dim() == (of_experts ? 3 : 2), name, ": shape ", weight.sym_sizes(),
                     "; must be ", of_experts ? "[E, N, row_bytes]" : "[N, row_bytes]");
-  const bool is_packed = weight.scalar_type() == at::kByte;
-  TORCH_CHECK_VALUE(is_packed || is_dense(format, weight.scalar_type()), name, ": dtype ",
-                    weight.scalar_type(), "; allowed: uint8 rows of ", format.name);
-  const Size row = is_packed ? format.row_bytes(k) : k;
-  TORCH_CHECK_VALUE(weight.sym_size(-1) == row, name, ": shape ", weight.sym_sizes(), "; a row of ",
-                    k, " values in ", format.name, " has ", row, is_packed ? " bytes" : " values");
+  check_row(name, weight, format, k);
   return {format, weight.sym_size(-2), k};
 }
 

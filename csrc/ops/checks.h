@@ -111,6 +111,9 @@ void check_packs(const char* name, const Format& f);
 void check_activation_dtype(const char* name, const at::Tensor& t);
 // x, f32 / f16 / bf16 with at least one dimension. Returns its last size, K.
 c10::SymInt check_rows(const char* name, const at::Tensor& x);
+// Whether the last dimension holds k values of the format, packed or as they are.
+void check_row(const char* name, const at::Tensor& rows, const Format& format,
+               const c10::SymInt& k);
 // A weight for rows of k values on the device of x; of experts with one more dimension, the first.
 WeightShape check_weight(const char* name, const at::Tensor& weight, std::string_view format,
                          const c10::SymInt& k, const at::Tensor& x, bool of_experts = false);
@@ -133,6 +136,13 @@ decltype(auto) or_value_error(Find find) {
   } catch (const std::invalid_argument& e) {
     TORCH_CHECK_VALUE(false, e.what());
   }
+}
+
+// The index of `given` among the words that an argument may be.
+template <size_t kCount>
+int check_word(const char* argument, std::string_view given, const char* const (&words)[kCount]) {
+  return or_value_error(
+      [&] { return find_name(argument, given, kCount, [&](int i) { return words[i]; }); });
 }
 
 // The index of `given` among the names of `allowed`, which to_string() has: what `argument` may be

@@ -47,10 +47,7 @@ void check_expert_strategy(OptionalName name, const at::Tensor& x, Activations a
 Activations check_activations(OptionalName name, const at::Tensor& x) {
   if (!name.has_value()) return Activations::kExact;
   constexpr const char* kNames[] = {"int8", "int16"};  // behind kExact
-  const int kind = or_value_error([&] {
-    return find_name("activations", *name, static_cast<int>(std::size(kNames)),
-                     [&](int i) { return kNames[i]; });
-  });
+  const int kind = check_word("activations", *name, kNames);
   const c10::DeviceType type = x.device().type();
   TORCH_CHECK_VALUE(x.is_meta() || check_of(type).load(), "activations: '", *name, "' on ",
                     c10::DeviceTypeName(type, true),

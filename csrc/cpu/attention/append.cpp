@@ -80,7 +80,7 @@ void append_rows(const Cache& cache, const at::Tensor& k, const at::Tensor& v,
 void cache_append(const args::cache_append& a) {
   const CacheShape shape = check(a);
   check_memory(a);
-  check_slots(a.slots, a.keys.size(2));
+  check_slots(a.slots, a.keys);
   append_rows({a.keys, a.values, shape}, a.k, a.v, a.slots);
 }
 

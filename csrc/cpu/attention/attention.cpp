@@ -72,8 +72,8 @@ at::Tensor attention(const args::attention& given) {
         given, shape.cache, [](const at::Tensor& t) { return hadamard(args::hadamard{t}); },
         attention);
   }
-  std::vector<int64_t> lengths = check_lengths(given), pages;
-  if (given.pages.has_value()) pages = check_page_numbers(given);
+  std::vector<int64_t> lengths = check_lengths(given);
+  check_page_numbers(given);
   const int64_t slots = lengths.empty() ? 0 : *std::max_element(lengths.begin(), lengths.end());
   const int64_t batch = q.size(0), heads = q.size(1), queries = q.size(2), dim = q.size(3);
   const Problem problem = attention_problem(given, shape, slots, true);
@@ -102,7 +102,7 @@ at::Tensor attention(const args::attention& given) {
               queries,
               dim,
               std::move(lengths),
-              std::move(pages),
+              {},
               {keys, shape.cache.keys, dim},
               {values, shape.cache.values, dim},
               scaled(q, static_cast<float>(scale_of(given))),
@@ -116,6 +116,10 @@ at::Tensor attention(const args::attention& given) {
         given.mask->scalar_type() == at::kBool ? *given.mask : given.mask->to(at::kFloat);
     a.mask = (dense.stride(3) == 1 ? dense : dense.contiguous())
                  .expand({batch, heads, queries, dense.size(3)});
+  }
+  if (given.pages.has_value()) {
+    const at::Tensor dense = given.pages->contiguous();
+    a.pages.assign(elements<int64_t>(dense), elements<int64_t>(dense) + dense.numel());
   }
   if (given.sinks.has_value()) {
     const at::Tensor s = given.sinks->to(at::kFloat).contiguous();

@@ -73,7 +73,7 @@ Heads rope(const args::rope& a) {
 at::Tensor rope_append(const args::rope_append& a) {
   const RopeAppendShape shape = check(a);
   check_memory(a);
-  check_slots(a.slots, a.keys.size(2));
+  check_slots(a.slots, a.keys);
   const args::rope of = rope_of(a);
   const Turned turned(shape.rope, of);
   append_rows({a.keys, a.values, shape.cache}, turned.k(), turned.v(), a.slots);

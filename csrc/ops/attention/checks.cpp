@@ -2,7 +2,6 @@
 
 #include <algorithm>
 #include <cmath>
-#include <iterator>
 
 #include "metal/geometry.h"
 #include "ops/dtypes.h"
@@ -43,12 +42,7 @@ RowFormat check_rows(const char* name, const at::Tensor& rows, std::string_view 
   check_device(name, rows, x);
   check_dims(name, rows, "[B, kv_heads, capacity, row]");
   check_k(name, f, dim);
-  const bool is_packed = rows.scalar_type() == at::kByte;
-  TORCH_CHECK_VALUE(is_packed || is_dense(f, rows.scalar_type()), name, ": dtype ",
-                    rows.scalar_type(), "; allowed: uint8 rows of ", f.name);
-  const Size row = is_packed ? f.row_bytes(dim) : dim;
-  TORCH_CHECK_VALUE(rows.sym_size(3) == row, name, ": shape ", rows.sym_sizes(), "; a row of ", dim,
-                    " values in ", f.name, " has ", row, is_packed ? " bytes" : " values");
+  check_row(name, rows, f, dim);
   return out;
 }
 
@@ -179,12 +173,7 @@ AttentionShape check(const args::attention& a) {
                       "mask: ", a.mask->sym_size(3), " columns; without a length all ",
                       out.cache.capacity, " slots are read");
   }
-  if (a.sinks.has_value()) {
-    check_device("sinks", *a.sinks, q);
-    check_activation_dtype("sinks", *a.sinks);
-    TORCH_CHECK_VALUE(a.sinks->dim() == 1 && a.sinks->sym_size(0) == out.heads, "sinks: shape ",
-                      a.sinks->sym_sizes(), "; must be [", out.heads, "]");
-  }
+  check_addend("sinks", a.sinks, {out.heads}, q);
   check_f32("scale", a.scale.value_or(1));
   check_softcap(a.softcap);
   TORCH_CHECK_VALUE(a.window >= 0, "window: ", a.window, "; at least 1, 0 for none");
@@ -226,10 +215,7 @@ Problem attention_problem(const args::attention& o, const AttentionShape& shape,
 
 std::optional<AttentionWay> find_way(const args::attention& a) {
   if (!a.strategy.has_value()) return std::nullopt;
-  return static_cast<AttentionWay>(or_value_error([&] {
-    return find_name("strategy", *a.strategy, static_cast<int>(std::size(kAttentionWays)),
-                     [](int i) { return kAttentionWays[i]; });
-  }));
+  return static_cast<AttentionWay>(check_word("strategy", *a.strategy, kAttentionWays));
 }
 
 std::vector<int64_t> check_lengths(const args::attention& a) {
@@ -250,23 +236,13 @@ std::vector<int64_t> check_lengths(const args::attention& a) {
   return out;
 }
 
-std::vector<int64_t> check_page_numbers(const args::attention& a) {
-  const at::Tensor given = a.pages->contiguous();
-  const int64_t *at = elements<int64_t>(given), count = a.keys.size(2) / kPageSlots;
-  for (int64_t i = 0; i < given.numel(); ++i) {
-    TORCH_CHECK_INDEX(at[i] >= 0 && at[i] < count, "pages: ", at[i],
-                      " is out of range; the cache has ", count, " pages");
-  }
-  return {at, at + given.numel()};
+void check_page_numbers(const args::attention& a) {
+  if (!a.pages.has_value()) return;
+  check_ids(*a.pages, a.keys.size(2) / kPageSlots, "the cache", "pages", "pages");
 }
 
-void check_slots(const at::Tensor& slots, int64_t capacity) {
-  const at::Tensor dense = slots.contiguous();
-  const int64_t* at = elements<int64_t>(dense);
-  for (int64_t i = 0; i < dense.numel(); ++i) {
-    TORCH_CHECK_INDEX(at[i] >= 0 && at[i] < capacity, "slots: ", at[i],
-                      " is out of range; the cache has ", capacity, " slots");
-  }
+void check_slots(const at::Tensor& slots, const at::Tensor& keys) {
+  check_ids(slots, keys.size(2), "the cache", "slots", "slots");
 }
 
 double scale_of(const args::attention& a) {

@@ -65,11 +65,11 @@ constexpr const char* kAttentionWays[] = {"attention_split", "attention_tile", "
 // ValueError that lists them.
 std::optional<AttentionWay> find_way(const args::attention& a);
 
-// What a device would have to be waited for: the values of lengths, one for each sequence, and of
-// pages and slots, on the CPU.
+// What a device would have to be waited for: the values of lengths on the CPU, one for each
+// sequence; of pages and of slots, which are checked where the host has them.
 std::vector<int64_t> check_lengths(const args::attention& a);
-std::vector<int64_t> check_page_numbers(const args::attention& a);
-void check_slots(const at::Tensor& slots, int64_t capacity);
+void check_page_numbers(const args::attention& a);
+void check_slots(const at::Tensor& slots, const at::Tensor& keys);
 
 // The factor of the scores: 1 / sqrt(D) unless given.
 double scale_of(const args::attention& a);

@@ -101,8 +101,7 @@ RouteShape check(const args::route& a) {
     out.experts = out.weight->n;
   }
   constexpr const char* kScorings[] = {"softmax", "sigmoid"};
-  out.is_sigmoid = or_value_error(
-      [&] { return find_name("scoring", a.scoring, 2, [&](int i) { return kScorings[i]; }); });
+  out.is_sigmoid = check_word("scoring", a.scoring, kScorings);
   check_addend("bias", a.bias, {out.experts}, a.x);
   check_addend("choice_bias", a.choice_bias, {out.experts}, a.x);
   check_addend("shared", a.shared, {out.tokens, 1}, a.x);

@@ -62,16 +62,14 @@ struct Step : torch::CustomClassHolder {
 TORCH_LIBRARY_FRAGMENT(metalmm, m) {
   m.class_<Step>("Step")
       .def(torch::init<>())
-      .def("start", [](const c10::intrusive_ptr<Step>& s) { s->start(); })
-      .def("stop", [](const c10::intrusive_ptr<Step>& s, bool is_whole) { s->stop(is_whole); })
-      .def("problem", [](const c10::intrusive_ptr<Step>& s,
-                         const std::vector<at::Tensor>& results) { return s->problem(results); })
-      .def("keep", [](const c10::intrusive_ptr<Step>& s, const std::vector<at::Tensor>& results,
-                      const std::vector<at::Tensor>& shown) { s->keep(results, shown); })
-      .def("holds", [](const c10::intrusive_ptr<Step>& s) { return s->holds(); })
-      .def("run", [](const c10::intrusive_ptr<Step>& s) { return s->run(); })
-      .def("called", [](const c10::intrusive_ptr<Step>& s) { return s->called(); })
-      .def("launched", [](const c10::intrusive_ptr<Step>& s) { return s->launched(); });
+      .def("start", &Step::start)
+      .def("stop", &Step::stop)
+      .def("problem", &Step::problem)
+      .def("keep", &Step::keep)
+      .def("holds", &Step::holds)
+      .def("run", &Step::run)
+      .def("called", &Step::called)
+      .def("launched", &Step::launched);
 }
 
 }  // namespace metalmm::replay
