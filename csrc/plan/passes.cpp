@@ -2,7 +2,6 @@
 
 #include <algorithm>
 #include <limits>
-#include <stdexcept>
 
 #include "metal/geometry.h"
 
@@ -101,11 +100,7 @@ std::array<uint32_t, 3> grid_of(StrategyId strategy, const Problem& p, int64_t p
   const StrategyInfo& s = info_of(strategy);
   if (s.family == Family::Single) return {1, 1, 1};
   if (s.family == Family::Groups) return {u32(p.m, "grid"), 1, 1};
-  if (s.family != Family::Matmul) {
-    const int64_t threadgroups = ceil_div(items_of(strategy, p), s.threads);
-    u32(product(threadgroups, s.threads), "threads");  // kernels number them in 32 bits
-    return {u32(threadgroups, "grid"), 1, 1};
-  }
+  if (s.family != Family::Matmul) return flat_grid(items_of(strategy, p), s.threads);
   return {u32(ceil_div(p.m, rows_of_x(strategy, p)), "grid"), u32(ceil_div(p.n, s.n), "grid"),
           u32(parts, "grid")};
 }
@@ -203,13 +198,10 @@ uint32_t bounds_of(StrategyId strategy, const Problem& p, const KernelArgs& a) {
 
 Pass make_pass(StrategyId strategy, const Problem& p, const Parts& parts, int64_t depth) {
   const StrategyInfo& s = info_of(strategy);
-  Pass out;
-  out.kernel = kernel_name(strategy, has_weight(p.op) ? p.format->codec : Codec::kCount, p.dtype);
-  out.grid = grid_of(strategy, p, depth);
-  out.threads = {static_cast<uint32_t>(s.threads), 1, 1};
-  out.threadgroup_bytes = threadgroup_bytes_of(strategy, p.dtype);
-  out.slots = s.slots;
-  out.args = args_of(p, parts);
+  const Codec codec = has_weight(p.op) ? p.format->codec : Codec::kCount;
+  const auto grid = grid_of(strategy, p, depth);
+  Pass out = bare_pass(strategy, codec, p.dtype, args_of(p, parts));
+  out.grid = grid;
   if (s.family != Family::Flat && s.family != Family::Single) {
     out.constants[kConstantK] = out.args.k;
     out.constants[kConstantBounds] = bounds_of(strategy, p, out.args);
@@ -233,10 +225,32 @@ Pass make_pass(StrategyId strategy, const Problem& p, const Parts& parts, int64_
 
 uint32_t u32(int64_t v, const char* what) {
   if (v < 0 || v > std::numeric_limits<uint32_t>::max()) {
-    throw std::invalid_argument(std::string(what) + ": " + std::to_string(v) +
-                                " does not fit 32 bits");
+    reject(what, ": ", v, " does not fit 32 bits");
   }
   return static_cast<uint32_t>(v);
+}
+
+std::array<uint32_t, 3> flat_grid(int64_t threads, int of_group) {
+  const int64_t threadgroups = ceil_div(threads, of_group);
+  u32(product(threadgroups, of_group), "threads");
+  return {u32(threadgroups, "grid"), 1, 1};
+}
+
+void check_fits(const char* argument, StrategyId strategy, uint32_t bytes, const Gpu& gpu) {
+  if (bytes <= gpu.max_threadgroup_memory) return;
+  reject(argument, ": ", to_string(strategy), " needs ", bytes,
+         " bytes of threadgroup memory; this GPU has ", gpu.max_threadgroup_memory);
+}
+
+Pass bare_pass(StrategyId strategy, Codec codec, DType dtype, const KernelArgs& args) {
+  const StrategyInfo& s = info_of(strategy);
+  Pass out;
+  out.kernel = kernel_name(strategy, codec, dtype);
+  out.threads = {static_cast<uint32_t>(s.threads), 1, 1};
+  out.threadgroup_bytes = threadgroup_bytes_of(strategy, dtype);
+  out.slots = s.slots;
+  out.args = args;
+  return out;
 }
 
 uint32_t bounds_of_weights(const Problem& p, const KernelArgs& a) {
@@ -286,8 +300,7 @@ uint32_t rope_bits(const Problem& p) {
 int64_t product(int64_t a, int64_t b) {
   int64_t out;
   if (__builtin_mul_overflow(a, b, &out)) {
-    throw std::invalid_argument("shape: " + std::to_string(a) + " x " + std::to_string(b) +
-                                " does not fit 64 bits");
+    reject("shape: ", a, " x ", b, " does not fit 64 bits");
   }
   return out;
 }

@@ -5,6 +5,7 @@
 
 #include <cstdint>
 #include <optional>
+#include <stdexcept>
 #include <string>
 
 #include "plan.h"
@@ -31,6 +32,20 @@ class Reason {
 
   std::string* to_;  // null: nobody asked
 };
+
+// Throws std::invalid_argument of these words and whole numbers, one behind the other.
+template <class... Words>
+[[noreturn]] void reject(const Words&... words) {
+  std::string what;
+  Reason(&what).add(words...);
+  throw std::invalid_argument(what);
+}
+
+// "name: given; must be allowed", where it is not.
+template <class... Words>
+void require(bool is_allowed, const char* name, int64_t given, const Words&... allowed) {
+  if (!is_allowed) reject(name, ": ", given, "; must be ", allowed...);
+}
 
 // Torch: no kernel of its own, torch's matmul between passes of another row.
 enum class Family { Matmul, Rows, Flat, Halves, Groups, Single, Append, Attention, Torch };
@@ -99,16 +114,15 @@ int64_t heads_of(const RopeSizes& rope);
 uint32_t rope_bits(const Problem& problem);
 
 // plan() of kRopeAppend, and what of it can be planned.
-Plan plan_append(const Problem& problem, const Gpu& gpu, std::optional<StrategyId> strategy,
-                 Reason reason);
+Plan plan_append(const Problem& problem, const Gpu& gpu, Reason reason);
 void check_append(const Problem& problem);
 
 // plan() of kRoute, and what of it can be planned.
-Plan plan_route(const Problem& problem, std::optional<StrategyId> strategy, Reason reason);
+Plan plan_route(const Problem& problem, Reason reason);
 void check_route(const Problem& problem);
 
 // plan() of kCausalConv, kGatedDelta and kSsmScan, and what of them can be planned.
-Plan plan_recurrent(const Problem& problem, std::optional<StrategyId> strategy, Reason reason);
+Plan plan_recurrent(const Problem& problem, Reason reason);
 void check_conv(const Problem& problem);
 void check_delta(const Problem& problem);
 void check_ssm(const Problem& problem);
@@ -124,6 +138,15 @@ uint32_t threadgroup_bytes_of(StrategyId strategy, DType dtype);
 // MM_KERNEL of entry.h declares [[threadgroup(0)]] for every kernel. Memory must be bound to it,
 // and Metal takes multiples of 16 bytes.
 constexpr int bound_bytes(int used) { return used ? (used + 15) / 16 * 16 : 16; }
+
+// Throws std::invalid_argument: `argument` asks for more threadgroup memory than a GPU has.
+void check_fits(const char* argument, StrategyId strategy, uint32_t bytes, const Gpu& gpu);
+
+// As many threadgroups as so many threads need, which kernels number in 32 bits.
+std::array<uint32_t, 3> flat_grid(int64_t threads, int of_group);
+
+// A pass without its grid and its constants.
+Pass bare_pass(StrategyId strategy, Codec codec, DType dtype, const KernelArgs& args);
 
 // K cut into parts of k_per_part values, a whole number of blocks and of steps; the last may be
 // shorter, none is empty.

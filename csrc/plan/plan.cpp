@@ -75,8 +75,6 @@ const Split* split_of(StrategyId strategy) {
 
 // ---- the choice
 
-std::string str(int64_t v) { return std::to_string(v); }
-
 // A step of gemv_batched reads M x a piece of x for batched_rows() pieces of W. What it may read is
 // what the table allows where those are kRows.
 int64_t batched_max_m(const Problem& p, const Gpu& gpu) {
@@ -180,9 +178,10 @@ StrategyId fitting(StrategyId first, const Problem& p, const Gpu& gpu, Reason re
     return threadgroup_bytes_of(s, p.dtype) <= gpu.max_threadgroup_memory;
   };
   if (fits(first)) return first;
-  const std::string why =
-      std::string(to_string(first)) + " needs " + str(threadgroup_bytes_of(first, p.dtype)) +
-      " bytes of threadgroup memory, over the " + str(gpu.max_threadgroup_memory) + " of this GPU";
+  std::string why;
+  Reason(&why).add(to_string(first), " needs ", threadgroup_bytes_of(first, p.dtype),
+                   " bytes of threadgroup memory, over the ", gpu.max_threadgroup_memory,
+                   " of this GPU");
   if (p.op == Op::kLinear) {
     for (StrategyId s : {S::gemm_small, S::gemm_naive}) {
       if (!fits(s)) continue;
@@ -190,7 +189,7 @@ StrategyId fitting(StrategyId first, const Problem& p, const Gpu& gpu, Reason re
       return s;
     }
   }
-  throw std::invalid_argument("gpu: " + why);
+  reject("gpu: ", why);
 }
 
 // Parts of K: as many as bring the grid to what the cores need, none shorter than the table allows.
@@ -233,8 +232,6 @@ Parts exact_parts(StrategyId strategy, const Problem& p, const Gpu& gpu, bool fo
 
 // ---- what is asked for
 
-[[noreturn]] void reject(const std::string& what) { throw std::invalid_argument(what); }
-
 template <class Named>
 std::string join(const std::vector<Named>& all) {
   return join_names(static_cast<int>(all.size()), [&](int i) { return to_string(all[i]); });
@@ -245,23 +242,21 @@ bool computes(StrategyId strategy, Op op) {
   return std::find(able.begin(), able.end(), strategy) != able.end();
 }
 
+void check_computes(StrategyId strategy, Op op) {
+  if (computes(strategy, op)) return;
+  std::vector<Op> ops;
+  for (int i = 0; i < static_cast<int>(Op::kCount); ++i) {
+    if (computes(strategy, static_cast<Op>(i))) ops.push_back(static_cast<Op>(i));
+  }
+  reject("strategy: ", to_string(strategy), " computes ", join(ops), ", not ", to_string(op),
+         "; that takes ", join(strategies_of(op)));
+}
+
 StrategyId force(StrategyId strategy, const Problem& p, const Gpu& gpu) {
-  if (!computes(strategy, p.op)) {
-    std::vector<Op> ops;
-    for (int i = 0; i < static_cast<int>(Op::kCount); ++i) {
-      if (computes(strategy, static_cast<Op>(i))) ops.push_back(static_cast<Op>(i));
-    }
-    reject("strategy: " + std::string(to_string(strategy)) + " computes " + join(ops) + ", not " +
-           to_string(p.op) + "; that takes " + join(strategies_of(p.op)));
-  }
   if (p.has_norm && !takes_norm(strategy)) {
-    reject("strategy: " + std::string(to_string(strategy)) + " does not normalise x");
+    reject("strategy: ", to_string(strategy), " does not normalise x");
   }
-  const uint32_t bytes = threadgroup_bytes_of(strategy, p.dtype);
-  if (bytes > gpu.max_threadgroup_memory) {
-    reject("strategy: " + std::string(to_string(strategy)) + " needs " + str(bytes) +
-           " bytes of threadgroup memory; this GPU has " + str(gpu.max_threadgroup_memory));
-  }
+  check_fits("strategy", strategy, threadgroup_bytes_of(strategy, p.dtype), gpu);
   return strategy;
 }
 
@@ -279,18 +274,18 @@ bool has_no_output(const Problem& p) {
 Plan plan(const Problem& problem, const Gpu& gpu, std::optional<StrategyId> strategy,
           std::string* words) {
   check(problem);
+  if (strategy) check_computes(*strategy, problem.op);
   if (words) words->clear();
   std::string why;  // behind the name of the strategy, which is known last
   const Reason reason(words ? &why : nullptr);
-  if (problem.op == Op::kRopeAppend) return plan_append(problem, gpu, strategy, Reason(words));
+  if (problem.op == Op::kRopeAppend) return plan_append(problem, gpu, Reason(words));
   if (problem.op == Op::kAttention) return plan_attention(problem, gpu, strategy, Reason(words));
-  if (problem.op == Op::kRoute) return plan_route(problem, strategy, Reason(words));
+  if (problem.op == Op::kRoute) return plan_route(problem, Reason(words));
   if (problem.op == Op::kCausalConv || problem.op == Op::kGatedDelta ||
       problem.op == Op::kSsmScan) {
-    return plan_recurrent(problem, strategy, Reason(words));
+    return plan_recurrent(problem, Reason(words));
   }
   const bool is_split_forced = strategy == S::split_reduce;
-  if (is_split_forced && problem.has_norm) reject("strategy: split_reduce does not normalise x");
   if (is_split_forced) force(S::split_reduce, problem, gpu);
   Plan out;
   if (has_no_output(problem)) {
@@ -312,8 +307,7 @@ Plan plan(const Problem& problem, const Gpu& gpu, std::optional<StrategyId> stra
     out = plan_dense(problem, gpu, reason);
   } else if (problem.has_norm) {
     if (!takes_norm(chosen)) {
-      reject("norm: " + std::string(to_string(chosen)) +
-             " does not normalise x; rms_norm is a pass before it");
+      reject("norm: ", to_string(chosen), " does not normalise x; rms_norm is a pass before it");
     }
     reason.add("; norm fused: simdgroups sum the squares of x as they multiply it");
   } else if (problem.op <= Op::kSwigluDown) {

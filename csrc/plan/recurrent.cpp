@@ -1,7 +1,4 @@
 // The passes of causal_conv, of gated_delta and of ssm_scan.
-#include <stdexcept>
-#include <string>
-
 #include "metal/geometry.h"
 #include "plan/passes.h"
 
@@ -12,14 +9,9 @@ using G = GatedDeltaGeometry;
 using C = CausalConvGeometry;
 using S = SsmScanGeometry;
 
-[[noreturn]] void reject(const char* name, int64_t given, const std::string& allowed) {
-  throw std::invalid_argument(name + (": " + std::to_string(given)) + "; must be " + allowed);
-}
-
 void check_positions(const Problem& p, int64_t positions) {
-  if (positions < 1 || p.m % positions) {
-    reject("positions", positions, "a divisor of the " + std::to_string(p.m) + " rows of x");
-  }
+  require(positions >= 1 && p.m % positions == 0, "positions", positions, "a divisor of the ", p.m,
+          " rows of x");
 }
 
 // `values` of a row of x, `gates` of one of x2 and of c.
@@ -99,59 +91,45 @@ Launch launch_of(const Problem& p, Reason& reason) {
 }  // namespace
 
 void check_conv(const Problem& p) {
-  if (p.k < 1 || p.k > C::kMostTaps) reject("k", p.k, "1 to " + std::to_string(C::kMostTaps));
-  if (p.conv.width < p.k - 1) reject("width", p.conv.width, "k - 1 or more");
+  require(p.k >= 1 && p.k <= C::kMostTaps, "k", p.k, "1 to ", C::kMostTaps);
+  require(p.conv.width >= p.k - 1, "width", p.conv.width, "k - 1 or more");
   check_positions(p, p.conv.positions);
 }
 
 void check_delta(const Problem& p) {
   const DeltaSizes& d = p.delta;
   constexpr int64_t kMost = G::kRowLanes * G::kMostRows;
-  if (p.k < 1 || p.k > kMost) reject("k", p.k, "1 to " + std::to_string(kMost));
-  if (p.n % 4) reject("n", p.n, "a multiple of 4");
-  if (d.key_heads < 1) reject("key_heads", d.key_heads, "at least 1");
-  if (d.heads < 1 || d.heads % d.key_heads) {
-    reject("heads", d.heads, "a multiple of the " + std::to_string(d.key_heads) + " key_heads");
-  }
+  require(p.k >= 1 && p.k <= kMost, "k", p.k, "1 to ", kMost);
+  require(p.n % 4 == 0, "n", p.n, "a multiple of 4");
+  require(d.key_heads >= 1, "key_heads", d.key_heads, "at least 1");
+  require(d.heads >= 1 && d.heads % d.key_heads == 0, "heads", d.heads, "a multiple of the ",
+          d.key_heads, " key_heads");
   check_positions(p, d.positions);
 }
 
 void check_ssm(const Problem& p) {
   const SsmSizes& s = p.ssm;
-  if (p.k < 4 || p.k > S::kMostValues || p.k % 4) {
-    reject("k", p.k, "a multiple of 4 up to " + std::to_string(S::kMostValues));
-  }
-  if (s.groups < 1) reject("groups", s.groups, "at least 1");
-  if (s.heads < 1 || s.heads % s.groups) {
-    reject("heads", s.heads, "a multiple of the " + std::to_string(s.groups) + " groups");
-  }
+  require(p.k >= 4 && p.k <= S::kMostValues && p.k % 4 == 0, "k", p.k, "a multiple of 4 up to ",
+          S::kMostValues);
+  require(s.groups >= 1, "groups", s.groups, "at least 1");
+  require(s.heads >= 1 && s.heads % s.groups == 0, "heads", s.heads, "a multiple of the ", s.groups,
+          " groups");
   check_positions(p, s.positions);
 }
 
-Plan plan_recurrent(const Problem& p, std::optional<StrategyId> forced, Reason reason) {
+Plan plan_recurrent(const Problem& p, Reason reason) {
   const StrategyId strategy = strategies_of(p.op).front();
   Plan out;
-  if (forced && *forced != strategy) {
-    throw std::invalid_argument("strategy: " + std::string(to_string(*forced)) +
-                                " does not compute " + to_string(p.op) +
-                                "; allowed: " + to_string(strategy));
-  }
   if (p.m == 0 || p.n == 0) {
     reason.add(kNoOutput);
     return out;
   }
-  const StrategyInfo& s = info_of(strategy);
   const Launch launch = launch_of(p, reason);
-  Pass pass;
-  pass.kernel = kernel_name(strategy, Codec::kCount, p.dtype);
-  pass.grid = {u32(ceil_div(launch.threads, s.threads), "grid"), 1, 1};
-  pass.threads = {static_cast<uint32_t>(s.threads), 1, 1};
+  Pass pass = bare_pass(strategy, Codec::kCount, p.dtype, launch.args);
+  pass.grid = flat_grid(launch.threads, info_of(strategy).threads);
   pass.threadgroup_bytes = bound_bytes(launch.threadgroup_bytes);
-  pass.slots = s.slots;
-  pass.args = launch.args;
   pass.constants[kConstantK] = pass.args.k;
   pass.constants[kConstantEpilogue] = launch.bits;
-  u32(product(pass.grid[0], s.threads), "threads");  // kernels number them in 32 bits
   out.passes.push_back(pass);
   return out;
 }

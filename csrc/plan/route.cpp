@@ -1,7 +1,4 @@
 // The pass of route.
-#include <stdexcept>
-#include <string>
-
 #include "metal/geometry.h"
 #include "plan/passes.h"
 
@@ -33,46 +30,29 @@ uint32_t bits_of(const RouteSizes& r) {
 }  // namespace
 
 void check_route(const Problem& p) {
-  const auto check = [](bool is_right, const char* name, int64_t given,
-                        const std::string& allowed) {
-    if (is_right) return;
-    throw std::invalid_argument(name + (": " + std::to_string(given)) + "; must be " + allowed);
-  };
   const RouteSizes& r = p.route;
-  const std::string most = "1 to " + std::to_string(G::kMost);
   const int64_t chosen = G::kMost - r.shared;
-  check(r.groups >= 1 && r.groups <= G::kMost && p.n % r.groups == 0, "groups", r.groups,
-        most + " and divide the " + std::to_string(p.n) + " experts");
-  check(r.kept_groups >= 1 && r.kept_groups <= r.groups, "kept_groups", r.kept_groups,
-        "1 to the " + std::to_string(r.groups) + " groups");
+  require(r.groups >= 1 && r.groups <= G::kMost && p.n % r.groups == 0, "groups", r.groups, "1 to ",
+          G::kMost, " and divide the ", p.n, " experts");
+  require(r.kept_groups >= 1 && r.kept_groups <= r.groups, "kept_groups", r.kept_groups,
+          "1 to the ", r.groups, " groups");
   const int64_t size = p.n / r.groups;
-  check(r.groups == 1 || r.group_best == 1 || (r.group_best == 2 && size >= 2), "group_best",
-        r.group_best, "1, or 2 of groups that have 2 experts");
-  check(p.k >= 1 && p.k <= chosen && p.k <= size * r.kept_groups, "k", p.k,
-        "1 to " + std::to_string(chosen) + ", of " + std::to_string(size * r.kept_groups) +
-            " experts");
+  require(r.groups == 1 || r.group_best == 1 || (r.group_best == 2 && size >= 2), "group_best",
+          r.group_best, "1, or 2 of groups that have 2 experts");
+  require(p.k >= 1 && p.k <= chosen && p.k <= size * r.kept_groups, "k", p.k, "1 to ", chosen,
+          ", of ", size * r.kept_groups, " experts");
 }
 
-Plan plan_route(const Problem& p, std::optional<StrategyId> forced, Reason reason) {
+Plan plan_route(const Problem& p, Reason reason) {
+  constexpr auto kStrategy = StrategyId::route;
   Plan out;
-  if (forced && *forced != StrategyId::route) {
-    throw std::invalid_argument("strategy: " + std::string(to_string(*forced)) +
-                                " does not compute route; allowed: route");
-  }
   if (p.m == 0) {
     reason.add(kNoOutput);
     return out;
   }
-  const StrategyInfo& s = info_of(StrategyId::route);
-  Pass pass;
-  pass.kernel = kernel_name(StrategyId::route, Codec::kCount, p.dtype);
-  pass.grid = {u32(ceil_div(product(p.m, kSimdWidth), s.threads), "grid"), 1, 1};
-  pass.threads = {static_cast<uint32_t>(s.threads), 1, 1};
-  pass.threadgroup_bytes = threadgroup_bytes_of(StrategyId::route, p.dtype);
-  pass.slots = s.slots;
-  pass.args = args_of(p);
+  Pass pass = bare_pass(kStrategy, Codec::kCount, p.dtype, args_of(p));
+  pass.grid = flat_grid(product(p.m, kSimdWidth), info_of(kStrategy).threads);
   pass.constants[kConstantEpilogue] = bits_of(p.route);
-  u32(product(pass.grid[0], s.threads), "threads");  // kernels number them in 32 bits
   out.passes.push_back(pass);
   reason.add("route: a simdgroup a token");
   return out;

@@ -120,7 +120,10 @@ def test_threadgroup_memory_fits_every_head() -> None:
         ({"attention": {"bool_mask": True, "float_mask": True}}, "mask: of bools or of f32"),
         ({"attention": {"rows": 2}}, "attention: unknown 'rows'; allowed: batch, heads"),
         ({"n": 2**31}, "2147483648 slots"),
-        ({"strategy": "gemm"}, "strategy: gemm does not .*; allowed: attention_split, .*, sdpa$"),
+        (
+            {"strategy": "gemm"},
+            "strategy: gemm computes linear, not attention; that takes attention_split, .*, sdpa$",
+        ),
         (
             {"strategy": "sdpa", "attention": {"softcap": 2.0}},
             "strategy: sdpa computes attention without soft cap; allowed: attention_split",

@@ -1,6 +1,4 @@
 // The pass of rope_append.
-#include <stdexcept>
-#include <string>
 
 #include "metal/geometry.h"
 #include "plan/passes.h"
@@ -44,39 +42,24 @@ bool has_append(const Format& format) { return is_stored(format.codec); }
 
 void check_append(const Problem& p) {
   if (!has_append(*p.format)) {
-    throw std::invalid_argument("format: no shader quantizes " + p.format->name +
-                                "; rope and cache_append do what rope_append does");
+    reject("format: no shader quantizes ", p.format->name,
+           "; rope and cache_append do what rope_append does");
   }
 }
 
-Plan plan_append(const Problem& p, const Gpu& gpu, std::optional<StrategyId> forced,
-                 Reason reason) {
+Plan plan_append(const Problem& p, const Gpu& gpu, Reason reason) {
+  constexpr auto kStrategy = StrategyId::rope_append;
   Plan out;
-  if (forced && *forced != StrategyId::rope_append) {
-    throw std::invalid_argument("strategy: " + std::string(to_string(*forced)) +
-                                " does not compute rope_append; allowed: rope_append");
-  }
   if (p.m == 0 || p.k == 0 || heads_of(p.rope) == 0) {
     reason.add(kNoOutput);
     return out;
   }
-  const StrategyInfo& s = info_of(StrategyId::rope_append);
+  Pass pass = bare_pass(kStrategy, p.format->codec, p.dtype, args_of(p));
   const int64_t lanes = product(product(p.m, heads_of(p.rope)), kSimdWidth);
-  Pass pass;
-  pass.kernel = kernel_name(StrategyId::rope_append, p.format->codec, p.dtype);
-  pass.grid = {u32(ceil_div(lanes, s.threads), "grid"), 1, 1};
-  pass.threads = {static_cast<uint32_t>(s.threads), 1, 1};
-  pass.threadgroup_bytes = threadgroup_bytes_of(StrategyId::rope_append, p.dtype);
-  pass.slots = s.slots;
-  pass.args = args_of(p);
+  pass.grid = flat_grid(lanes, info_of(kStrategy).threads);
   pass.constants[kConstantK] = pass.args.k;
   pass.constants[kConstantEpilogue] = rope_bits(p);
-  if (pass.threadgroup_bytes > gpu.max_threadgroup_memory) {
-    throw std::invalid_argument("gpu: rope_append needs " + std::to_string(pass.threadgroup_bytes) +
-                                " bytes of threadgroup memory; this GPU has " +
-                                std::to_string(gpu.max_threadgroup_memory));
-  }
-  u32(product(pass.grid[0], s.threads), "threads");  // kernels number them in 32 bits
+  check_fits("gpu", kStrategy, pass.threadgroup_bytes, gpu);
   out.passes.push_back(pass);
   reason.add("rope_append: a simdgroup a head, of k and v into the cache");
   return out;

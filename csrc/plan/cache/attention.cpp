@@ -1,20 +1,13 @@
 // The passes of attention: parts of the context, and their join.
 #include <algorithm>
-#include <stdexcept>
-#include <string>
 
 #include "metal/geometry.h"
-#include "plan/names.h"
 #include "plan/passes.h"
 
 namespace metalmm {
 namespace {
 
 using S = StrategyId;
-
-std::string str(int64_t v) { return std::to_string(v); }
-
-[[noreturn]] void reject(const std::string& what) { throw std::invalid_argument(what); }
 
 bool is_alone(const Problem& p) { return p.exact_rows && p.attention.queries > 1; }
 
@@ -120,13 +113,9 @@ Pass pass_of(StrategyId strategy, const Problem& p, int64_t parts) {
   const AttentionSizes& a = p.attention;
   const int64_t tiles = ceil_div(rows_of_head(p), rows_of(strategy, p));
   const int64_t batch = product(a.batch, is_alone(p) ? a.queries : 1);
-  Pass out;
-  out.kernel = kernel_name(strategy, p.format->codec, p.dtype);
+  Pass out = bare_pass(strategy, p.format->codec, p.dtype, args_of(p, parts));
   out.grid = {u32(product(tiles, parts), "grid"), u32(a.kv_heads, "grid"), u32(batch, "grid")};
-  out.threads = {static_cast<uint32_t>(info_of(strategy).threads), 1, 1};
   out.threadgroup_bytes = bytes_of(strategy, p);
-  out.slots = info_of(strategy).slots;
-  out.args = args_of(p, parts);
   out.constants[kConstantK] = out.args.k;
   out.constants[kConstantEpilogue] = bits_of(p) | (parts > 1 ? kEpiloguePartial : 0u);
   out.constants[kConstantBounds] = bounds_of(p, out.args);
@@ -137,13 +126,8 @@ Pass pass_of(StrategyId strategy, const Problem& p, int64_t parts) {
 }
 
 Pass join_of(const Problem& p, const Pass& first) {
-  Pass out;
-  out.kernel = kernel_name(S::attention_join, Codec::kCount, p.dtype);
+  Pass out = bare_pass(S::attention_join, Codec::kCount, p.dtype, first.args);
   out.grid = {first.args.m, 1, 1};
-  out.threads = {static_cast<uint32_t>(info_of(S::attention_join).threads), 1, 1};
-  out.threadgroup_bytes = threadgroup_bytes_of(S::attention_join, p.dtype);
-  out.slots = info_of(S::attention_join).slots;
-  out.args = first.args;
   out.constants[kConstantK] = first.args.k;
   out.constants[kConstantEpilogue] = bits_of(p);
   return out;
@@ -169,12 +153,6 @@ Plan plan_sdpa(const Problem& p, Reason reason) {
 StrategyId choose(const Problem& p, const Gpu& gpu, std::optional<StrategyId> forced,
                   Reason reason) {
   if (forced) {
-    const auto all = strategies_of(Op::kAttention);
-    if (std::find(all.begin(), all.end(), *forced) == all.end()) {
-      reject("strategy: " + std::string(to_string(*forced)) +
-             " does not compute attention; allowed: " +
-             join_names(static_cast<int>(all.size()), [&](int i) { return to_string(all[i]); }));
-    }
     reason.add(to_string(*forced), ": forced");
     return *forced;
   }
@@ -205,29 +183,25 @@ bool is_pair_of_kernels(const Format& keys, const Format& values) {
 void check_attention(const Problem& p) {
   const AttentionSizes& a = p.attention;
   if (a.batch < 0 || a.heads < 1 || a.kv_heads < 1 || a.queries < 0 || a.heads % a.kv_heads) {
-    reject("attention: batch " + str(a.batch) + ", heads " + str(a.heads) + ", kv_heads " +
-           str(a.kv_heads) + ", queries " + str(a.queries) +
-           "; none may be negative, heads a multiple of kv_heads");
+    reject("attention: batch ", a.batch, ", heads ", a.heads, ", kv_heads ", a.kv_heads,
+           ", queries ", a.queries, "; none may be negative, heads a multiple of kv_heads");
   }
   if (!has_attention(*p.format, p.k)) {
-    reject("attention: heads of " + str(p.k) + " values of " + p.format->name +
-           "; allowed: multiples of " + str(kHeadStep) + " up to " + str(kMaxHeadValues) +
-           ", of formats that a shader stores");
+    reject("attention: heads of ", p.k, " values of ", p.format->name, "; allowed: multiples of ",
+           kHeadStep, " up to ", kMaxHeadValues, ", of formats that a shader stores");
   }
   if (p.n > INT32_MAX / 2 || a.queries > INT32_MAX / 2) {  // their sum still fits 32 bits
-    reject("attention: " + str(p.n) + " slots, " + str(a.queries) + " queries; at most " +
-           str(INT32_MAX / 2));
+    reject("attention: ", p.n, " slots, ", a.queries, " queries; at most ", INT32_MAX / 2);
   }
   if (is_alone(p) && (!a.causal || a.bool_mask || a.float_mask)) {
-    reject("exact_rows: " + str(a.queries) +
+    reject("exact_rows: ", a.queries,
            " queries with a mask, or that see what is behind; "
            "causal ones without a mask are computed as if each were alone");
   }
-  if (a.window < 0) reject("window: " + str(a.window) + "; at least 1, 0 for none");
+  if (a.window < 0) reject("window: ", a.window, "; at least 1, 0 for none");
   if (a.bool_mask && a.float_mask) reject("mask: of bools or of f32, not both");
   if (a.pages && (a.bool_mask || a.float_mask || a.filled || p.n % kPageSlots)) {
-    reject("pages: of whole pages of " + str(kPageSlots) +
-           " slots, with lengths and without a mask");
+    reject("pages: of whole pages of ", kPageSlots, " slots, with lengths and without a mask");
   }
 }
 
@@ -242,10 +216,7 @@ Plan plan_attention(const Problem& p, const Gpu& gpu, std::optional<StrategyId> 
   check_sizes(p);
   const StrategyId strategy = choose(p, gpu, forced, reason);
   if (strategy == S::sdpa) return plan_sdpa(p, reason);
-  if (bytes_of(strategy, p) > gpu.max_threadgroup_memory) {
-    reject("gpu: " + std::string(to_string(strategy)) + " needs " + str(bytes_of(strategy, p)) +
-           " bytes of threadgroup memory; this GPU has " + str(gpu.max_threadgroup_memory));
-  }
+  check_fits("gpu", strategy, bytes_of(strategy, p), gpu);
   const int64_t parts = parts_of(p);
   out.passes.push_back(pass_of(strategy, p, parts));
   choose_loads(strategy, p, gpu, out.passes[0]);

@@ -1,7 +1,5 @@
 // attention by torch's scaled_dot_product_attention: where, and how much of it at a time.
 #include <algorithm>
-#include <stdexcept>
-#include <string>
 
 #include "plan/passes.h"
 
@@ -76,9 +74,8 @@ bool has_sdpa(const Problem& p) { return !*lacking(p.attention); }
 
 void check_sdpa(const Problem& p) {
   if (!has_sdpa(p)) {
-    throw std::invalid_argument("strategy: sdpa computes attention without " +
-                                std::string(lacking(p.attention)) +
-                                "; allowed: attention_split, attention_tile, torch");
+    reject("strategy: sdpa computes attention without ", lacking(p.attention),
+           "; allowed: attention_split, attention_tile, torch");
   }
 }
 

@@ -1,8 +1,6 @@
 // linear by torch's own matmul: which rows of W are decoded at a time, and what is done with the
 // products.
 #include <algorithm>
-#include <stdexcept>
-#include <string>
 
 #include "plan/matmul/torch.h"
 #include "plan/passes.h"
@@ -81,9 +79,8 @@ bool dense_pays(const Problem& p, const Gpu& gpu, Reason why) {
 
 Plan plan_dense(const Problem& p, const Gpu& gpu, Reason reason) {
   if (!takes_inner(p, gpu)) {
-    throw std::invalid_argument("strategy: dense multiplies K = " + std::to_string(p.k) +
-                                " by torch's matmul, which is right on Apple GPUs up to " +
-                                std::to_string(kMostInner));
+    reject("strategy: dense multiplies K = ", p.k,
+           " by torch's matmul, which is right on Apple GPUs up to ", kMostInner);
   }
   Plan out;
   out.panel_rows = p.n;

@@ -1,17 +1,11 @@
 // The ops on experts: rows of x, each multiplied with W of the experts that ids choose for it.
 #include <algorithm>
-#include <stdexcept>
-#include <string>
 
 #include "metal/geometry.h"
 #include "plan/passes.h"
 
 namespace metalmm {
 namespace {
-
-std::string str(int64_t v) { return std::to_string(v); }
-
-[[noreturn]] void reject(const std::string& what) { throw std::invalid_argument(what); }
 
 // Choices of an expert, on the average, from which a tile of 8 rows takes less time than a row
 // each: by the times of gemm at 8 rows and of gemv, 46 and 28 us (H200, q4_0, 14336 x 4096),
@@ -36,20 +30,20 @@ int64_t expert_tile_rows(int64_t choices, int64_t experts) {
 
 void check_experts(const Problem& p) {
   const ExpertSizes& e = p.experts;
-  if (e.experts < 1 && p.m > 0) reject("experts: " + str(e.experts) + "; at least 1");
+  if (e.experts < 1 && p.m > 0) reject("experts: ", e.experts, "; at least 1");
   if (e.choices < 1 || e.sharing < 1) {
-    reject("choices: " + str(e.choices) + ", " + str(e.sharing) + " of a row of x; at least 1");
+    reject("choices: ", e.choices, ", ", e.sharing, " of a row of x; at least 1");
   }
   const int64_t rows = e.tile_rows;
   if (p.op == Op::kExpertTiles &&
       (rows < kFragment || rows > GemmTile::kM || rows % kFragment || p.m % rows)) {
-    reject("tile_rows: " + str(rows) + "; a multiple of " + str(kFragment) + " up to " +
-           str(GemmTile::kM) + " that divides the " + str(p.m) + " rows of x");
+    reject("tile_rows: ", rows, "; a multiple of ", kFragment, " up to ", GemmTile::kM,
+           " that divides the ", p.m, " rows of x");
   }
   for (int64_t stride : {e.stride, e.stride2}) {
     if (stride < kPacked || (stride != kPacked && stride % p.format->alignment)) {
-      reject("stride of experts: " + str(stride) + "; rows of " + p.format->name +
-             " begin at multiples of " + str(p.format->alignment) + " bytes");
+      reject("stride of experts: ", stride, "; rows of ", p.format->name, " begin at multiples of ",
+             p.format->alignment, " bytes");
     }
   }
 }

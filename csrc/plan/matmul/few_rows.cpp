@@ -39,14 +39,9 @@ Pass arrange_pass(const Problem& p, const Pass& main) {
   const StrategyInfo& s = info_of(StrategyId::arrange_x);
   const int64_t values = product(ceil_div(p.k, GemmSmallTile::kK), GemmSmallTile::kK);
   const int64_t rows = product(main.grid[0], main.constants[kConstantBatch]);
-  Pass out;
-  out.kernel = kernel_name(StrategyId::arrange_x, Codec::kCount, p.dtype);
-  out.threads = {static_cast<uint32_t>(s.threads), 1, 1};
-  out.threadgroup_bytes = threadgroup_bytes_of(StrategyId::arrange_x, p.dtype);
-  out.slots = s.slots;
-  out.args = main.args;
+  Pass out = bare_pass(StrategyId::arrange_x, Codec::kCount, p.dtype, main.args);
   out.args.count = u32(product(rows, values) / s.values, "x");
-  out.grid = {u32(ceil_div(out.args.count, s.threads), "grid"), 1, 1};
+  out.grid = flat_grid(out.args.count, s.threads);
   for (const int constant : {kConstantK, kConstantBatch}) {
     out.constants[constant] = main.constants[constant];
   }
