@@ -15,6 +15,7 @@
 #include "gpu/beside.h"
 #include "msl/nvptx/operands.h"
 #include "plan/launch.h"
+#include "plan/round.h"
 
 namespace metalmm::cuda {
 namespace {
@@ -45,7 +46,7 @@ struct Compiled {
   std::unique_ptr<std::remove_pointer_t<Module>, Unload> module;
   Function function = nullptr;
   int registers = 0, spilled_bytes = 0;
-  uint64_t at_once = 0;  // threadgroups that the GPU takes
+  int64_t at_once = 0;  // threadgroups that the GPU takes
 };
 // A kernel as it is best by itself, and with fewer registers: compiled when a grid is larger than
 // the GPU takes at once.
@@ -94,7 +95,7 @@ Compiled compile(const Key& key, std::string text, int most_registers) {
   check(d.threadgroups_at_once(&threadgroups, out.function, static_cast<int>(key.threads),
                                key.shared_bytes),
         key.kernel);
-  out.at_once = static_cast<uint64_t>(std::max(1, threadgroups)) * multiprocessors(key.device);
+  out.at_once = static_cast<int64_t>(std::max(1, threadgroups)) * multiprocessors(key.device);
   return out;
 }
 
@@ -136,8 +137,8 @@ Compiled compile_dense(const Key& key, const Compiled& plain) {
 }
 
 // The kernel that takes `threadgroups` threadgroups in the fewest rounds.
-Function find(const Key& key, uint64_t threadgroups) {
-  const auto rounds = [=](const Compiled& c) { return (threadgroups + c.at_once - 1) / c.at_once; };
+Function find(const Key& key, int64_t threadgroups) {
+  const auto rounds = [=](const Compiled& c) { return ceil_div(threadgroups, c.at_once); };
   std::lock_guard<std::mutex> lock(g_mutex);
   auto found = g_kernels.find(key);
   if (found == g_kernels.end()) found = g_kernels.emplace(key, Kernel{compile(key), {}}).first;

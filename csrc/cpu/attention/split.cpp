@@ -65,7 +65,7 @@ struct Split {
       : a(attention), x(queries), part(0), parts(0) {
     for (const int64_t length : a.lengths) {
       part = std::max(part, part_slots(length));
-      parts = std::max(parts, (length + part_slots(length) - 1) / part_slots(length));
+      parts = std::max(parts, ceil_div(length, part_slots(length)));
     }
     const int64_t count = a.batch * a.kv_heads * parts * x.rows;
     tops.assign(count, kNothing);

@@ -25,10 +25,7 @@ Range first_range(const float* x) {
   return r;
 }
 
-float max_abs(const float* x) {
-  const Range r = first_range(x);
-  return magnitude(r.high > -r.low ? r.high : r.low);
-}
+float max_abs(const float* x) { return max_abs(first_range(x)); }
 
 // The element of largest |x|, the first one of equals; +0 if all are 0.
 float signed_max32(const float* x) {

@@ -129,14 +129,7 @@ void pack_iq4_xs(const float* x, const float* w, uint8_t* out) {
 
 }  // namespace
 
-void quantize_iq4_nl(const float* x, uint8_t* out) { pack_iq4_nl(x, nullptr, out); }
-void quantize_iq4_xs(const float* x, uint8_t* out) { pack_iq4_xs(x, nullptr, out); }
-
-void weighted_iq4_nl(const float* x, const float* w, int64_t blocks, uint8_t* out) {
-  each_block<32, 18, pack_iq4_nl>(x, w, blocks, out);
-}
-void weighted_iq4_xs(const float* x, const float* w, int64_t blocks, uint8_t* out) {
-  each_block<256, 136, pack_iq4_xs>(x, w, blocks, out);
-}
+MM_WITH_WEIGHTS(iq4_nl, kGroup, 18)
+MM_WITH_WEIGHTS(iq4_xs, 256, 136)
 
 }  // namespace metalmm::cpu::quant

@@ -177,23 +177,15 @@ void pack_q4_k(const float* x, const float* weights, uint8_t* out) {
 void pack_q5_k(const float* x, const float* weights, uint8_t* out) {
   uint8_t q[kBlock], low[kBlock], top[kBlock];
   quantize_sixes<31, 15>(x, weights, -0.5f, out, q);
-  for (int i = 0; i < kBlock; ++i) {
-    low[i] = q[i] & 15;
-    top[i] = q[i] >> 4;
-  }
+  split_codes<4>(q, kBlock, low, top);
   join_fields<1, 32>(top, kBlock, out + 16);
   join_fields<4, 32>(low, kBlock, out + 48);
 }
 
 }  // namespace
 
-#define MM_K_QUANT(name, bytes)                                                        \
-  void quantize_##name(const float* x, uint8_t* out) { pack_##name(x, nullptr, out); } \
-  void weighted_##name(const float* x, const float* w, int64_t blocks, uint8_t* out) { \
-    each_block<kBlock, bytes, pack_##name>(x, w, blocks, out);                         \
-  }
-MM_K_QUANT(q2_k, 84)
-MM_K_QUANT(q4_k, 144)
-MM_K_QUANT(q5_k, 176)
+MM_WITH_WEIGHTS(q2_k, kBlock, 84)
+MM_WITH_WEIGHTS(q4_k, kBlock, 144)
+MM_WITH_WEIGHTS(q5_k, kBlock, 176)
 
 }  // namespace metalmm::cpu::quant

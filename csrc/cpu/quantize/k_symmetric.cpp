@@ -102,14 +102,8 @@ void pack_q3_k(const float* x, const float* w, uint8_t* out) {
     }
   }
   uint8_t low[kBlock], top_bit[kBlock], sc_low[kGroups], sc_top[kGroups];
-  for (int i = 0; i < kBlock; ++i) {
-    low[i] = q[i] & 3;
-    top_bit[i] = q[i] >> 2;
-  }
-  for (int s = 0; s < kGroups; ++s) {
-    sc_low[s] = sc[s] & 15;
-    sc_top[s] = sc[s] >> 4;
-  }
+  split_codes<2>(q, kBlock, low, top_bit);
+  split_codes<4>(sc, kGroups, sc_low, sc_top);
   join_fields<1, 32>(top_bit, kBlock, out);
   join_fields<2, 32>(low, kBlock, out + 32);
   join_fields<4, 8>(sc_low, kGroups, out + 96);
@@ -152,24 +146,14 @@ void pack_q6_k(const float* x, const float* weights, uint8_t* out) {
       q[i] = static_cast<uint8_t>(filled[s] == 0 ? 0.f : searched);
     }
   }
-  for (int i = 0; i < kBlock; ++i) {
-    low[i] = q[i] & 15;
-    high[i] = q[i] >> 4;
-  }
+  split_codes<4>(q, kBlock, low, high);
   join_fields<4, 64>(low, kBlock, out);
   join_fields<2, 32>(high, kBlock, out + 128);
 }
 
 }  // namespace
 
-void quantize_q3_k(const float* x, uint8_t* out) { pack_q3_k(x, nullptr, out); }
-void quantize_q6_k(const float* x, uint8_t* out) { pack_q6_k(x, nullptr, out); }
-
-void weighted_q3_k(const float* x, const float* w, int64_t blocks, uint8_t* out) {
-  each_block<kBlock, 110, pack_q3_k>(x, w, blocks, out);
-}
-void weighted_q6_k(const float* x, const float* w, int64_t blocks, uint8_t* out) {
-  each_block<kBlock, 210, pack_q6_k>(x, w, blocks, out);
-}
+MM_WITH_WEIGHTS(q3_k, kBlock, 110)
+MM_WITH_WEIGHTS(q6_k, kBlock, 210)
 
 }  // namespace metalmm::cpu::quant

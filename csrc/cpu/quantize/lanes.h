@@ -106,6 +106,9 @@ inline Range range_of(const float* x, int n) {
   return r;
 }
 
+// The largest |x| of a range.
+inline float max_abs(Range r) { return magnitude(r.high > -r.low ? r.high : r.low); }
+
 // rint(v) clamped to [low, high]; NaN to low. As the scalar of this name.
 inline Lanes to_code(Lanes v, Lanes low, Lanes high) {
   const Lanes rounder = set1(kRounder);

@@ -10,11 +10,6 @@ namespace {
 
 constexpr int kBlock = 64;
 
-float max_abs(const float* x, int n) {
-  const Range r = range_of(x, n);
-  return magnitude(r.high > -r.low ? r.high : r.low);
-}
-
 // Nearest e4m3 of a magnitude, ties to even, at most 448. Its codes are numbered through, and in
 // the place of the mantissa of f32 less the difference of the exponents' biases.
 uint8_t e4m3_of(float size) {
@@ -39,7 +34,7 @@ void quantize_nvfp4(const float* x, uint8_t* out) {
   constexpr int kGroup = 16;
   uint8_t q[kBlock];
   for (int i = 0; i < kBlock; ++i) {
-    if (i % kGroup == 0) out[i / kGroup] = e4m3_of(max_abs(x + i, kGroup) / 6);
+    if (i % kGroup == 0) out[i / kGroup] = e4m3_of(max_abs(range_of(x + i, kGroup)) / 6);
     const uint8_t s = out[i / kGroup];
     const float v = x[i] / e4m3_value(s);
     const float size = magnitude(v);
@@ -57,7 +52,7 @@ void quantize_mxfp8(const float* x, uint8_t* out) {
   for (int i = 0; i < kBlock; ++i) {
     if (i % kGroup == 0) {
       // The least e with max|x| <= 448 * 2^(e - 127), the mantissa of 448 being 1.75.
-      const float top = max_abs(x + i, kGroup);
+      const float top = max_abs(range_of(x + i, kGroup));
       const uint32_t bits = float_bits(top);
       const int e = static_cast<int>(bits >> 23) - 8 + ((bits & 0x7fffff) > 0x600000);
       out[i / kGroup] = static_cast<uint8_t>(top == 0 ? 127 : e < 0 ? 0 : e);

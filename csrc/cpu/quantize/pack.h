@@ -30,14 +30,20 @@ inline void pack_stream(const uint8_t* q, int64_t n, uint8_t* out) {
   }
 }
 
+// The kLow lower bits of n codes, and what is above.
+template <int kLow>
+inline void split_codes(const uint8_t* q, int n, uint8_t* low, uint8_t* top) {
+  for (int i = 0; i < n; ++i) {
+    low[i] = q[i] & ((1 << kLow) - 1);
+    top[i] = q[i] >> kLow;
+  }
+}
+
 // The 5-bit codes of 32 values: qh[4] | qs[16].
 inline void pack_fives(const uint8_t* q, uint8_t* out) {
   constexpr int kBlock = 32;
   uint8_t low[kBlock], top[kBlock];
-  for (int i = 0; i < kBlock; ++i) {
-    low[i] = q[i] & 15;
-    top[i] = q[i] >> 4;
-  }
+  split_codes<4>(q, kBlock, low, top);
   pack_stream<1>(top, kBlock, out);
   join_fields<4, 16>(low, kBlock, out + 4);
 }

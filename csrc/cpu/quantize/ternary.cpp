@@ -14,8 +14,7 @@ constexpr int kBlock = 256;  // of tq1_0 and tq2_0
 // q = 1 + x / d rounded to nearest, halves away from 0; returns d = max|x|.
 template <int kValues>
 float ternary_codes(const float* x, uint8_t* q) {
-  const Range r = range_of(x, kValues);
-  const float d = magnitude(r.high > -r.low ? r.high : r.low);
+  const float d = max_abs(range_of(x, kValues));
   const float id = reciprocal(d);
   for (int i = 0; i < kValues; ++i) {
     const float v = x[i] * id;

@@ -3,6 +3,8 @@
 #include <algorithm>
 #include <vector>
 
+#include "plan/round.h"
+
 namespace metalmm {
 namespace {
 
@@ -40,7 +42,7 @@ bool reaches(int64_t bytes, const Steps* first, const Steps* last, int& budget) 
   if (first == last) return bytes == 0;
   if (--budget < 0) return true;
   const int64_t rest = extent(first + 1, last);
-  const int64_t least = bytes > rest ? (bytes - rest + first->bytes - 1) / first->bytes : 0;
+  const int64_t least = bytes > rest ? ceil_div(bytes - rest, first->bytes) : 0;
   for (int64_t i = std::min(first->last, bytes / first->bytes); i >= least; --i) {
     if (reaches(bytes - i * first->bytes, first + 1, last, budget)) return true;
   }

@@ -19,9 +19,13 @@ void weigh(const float* x, const float* importance, int64_t k, int64_t size, flo
 
 #pragma GCC visibility pop
 
-template <int kValues, int kBytes, void kPack(const float*, const float*, uint8_t*)>
-inline void each_block(const float* x, const float* w, int64_t blocks, uint8_t* out) {
-  for (int64_t b = 0; b < blocks; ++b) kPack(x + b * kValues, w + b * kValues, out + b * kBytes);
-}
-
 }  // namespace metalmm::cpu::quant
+
+// A quantizer of pack_<name>(x, weights or nullptr, out), and the one that weighs.
+#define MM_WITH_WEIGHTS(name, values, bytes)                                           \
+  void quantize_##name(const float* x, uint8_t* out) { pack_##name(x, nullptr, out); } \
+  void weighted_##name(const float* x, const float* w, int64_t blocks, uint8_t* out) { \
+    for (int64_t b = 0; b < blocks; ++b) {                                             \
+      pack_##name(x + b * values, w + b * values, out + b * bytes);                    \
+    }                                                                                  \
+  }
