@@ -242,21 +242,13 @@ void bind_plan(py::module_& m) {
   m.def("expert_tile_rows", &expert_tile_rows, "choices"_a, "experts"_a, "Rows of such a tile.");
   m.def(
       "norm_is_fused",
-      [](int64_t m_, const std::string& format, const std::string& chip, int64_t n, int64_t k,
-         const std::string& op, const std::string& dtype, int64_t weights_per_core) {
-        Problem p;
-        p.op = op_by_name(op);
-        p.dtype = dtype_by_name(dtype);
-        p.m = m_;
-        p.n = n;
-        p.k = k;
-        p.format = &format_by_name(format);
+      [](const std::string& op, const std::string& chip, int64_t weights_per_core,
+         const py::kwargs& problem) {
         Gpu gpu = gpu_by_name(chip);
         gpu.norm_weights_per_core = weights_per_core;
-        return norm_is_fused(p, gpu);
+        return norm_is_fused(read_problem(op, problem), gpu);
       },
-      py::kw_only(), "m"_a, "format"_a, "chip"_a, "n"_a = 1, "k"_a = 1, "op"_a = "linear",
-      "dtype"_a = "f16", "weights_per_core"_a = 0,
+      "op"_a = "linear", py::kw_only(), "chip"_a, "weights_per_core"_a = 0,
       "Whether linear (or swiglu_up) normalises m rows of x as it multiplies them; if not, "
       "rms_norm is a pass before it. weights_per_core: the most that pay, 0 for any number.");
   m.def(
