@@ -245,9 +245,9 @@ bool has_tangent(const OptionalTensor& t) { return t.has_value() && has_tangent(
 template <class Kind>
 void check_frozen(const Field<Kind>& f) {
   if constexpr (is_weight<Kind>) {
-    TORCH_CHECK_VALUE(
-        !at::GradMode::is_enabled() || !needs_grad(f.value), f.name,
-        ": requires grad, but weights of metalmm ops are frozen; pass weight.detach()");
+    TORCH_CHECK_VALUE(!at::GradMode::is_enabled() || !needs_grad(f.value), f.name,
+                      ": requires grad, but weights of metalmm ops are frozen; pass ", f.name,
+                      ".detach()");
   }
 }
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from cache_calls import cache_calls
 from error_cases import Good, good
@@ -9,6 +11,13 @@ from expert_calls import expert_calls
 from inputs import activations, random_weight
 
 ops = torch.ops.metalmm
+
+
+def named(call: Good) -> dict[str, Any]:
+    """What a call is given, by the names of its op's schema."""
+    op, args, kwargs = call
+    names = [a.name for a in op.default._schema.arguments]
+    return dict(zip(names, args, strict=False)) | kwargs
 
 
 def op_calls(dtype: torch.dtype) -> dict[str, Good]:

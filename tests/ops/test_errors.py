@@ -6,7 +6,6 @@ Fake and meta tensors get the same errors, so that a bad call fails when it is t
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
 from contextlib import nullcontext
 from types import SimpleNamespace
 from typing import Any
@@ -19,6 +18,7 @@ from error_cases import CASES as BASE
 from error_cases import Case, K, N, arguments, ops
 from expert_calls import EXPERT_CASES
 from layer_error_cases import LAYER_CASES
+from op_calls import named, op_calls
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
@@ -128,39 +128,30 @@ def test_names_are_taken_in_any_case(backend: Backend) -> None:
         assert ops.dequantize(mode.from_tensor(t.w), "Q4_0").shape == (N, K)
 
 
-FROZEN: dict[str, Callable[[Any, Tensor], Any]] = {
-    "linear": lambda t, w: ops.linear(t.x, w, None, "f32"),
-    "linear_input_grad": lambda t, w: ops.linear_input_grad(t.c, w, "f32", K),
-    "gemv": lambda t, w: ops.gemv(t.x[0], w, "f32"),
-    "gemm": lambda t, w: ops.gemm(t.x, w, "f32"),
-    "swiglu gate": lambda t, w: ops.swiglu(t.x, w, t.dense, "f32", "f32"),
-    "swiglu up": lambda t, w: ops.swiglu(t.x, t.dense, w, "f32", "f32"),
-    "swiglu_linear": lambda t, w: ops.swiglu_linear(t.x, t.x, w, None, "f32"),
-    "dequantize": lambda t, w: ops.dequantize(w, "f32"),
-    "embedding": lambda t, w: ops.embedding(t.ids, w, "f32"),
-    "expert_linear": lambda t, w: ops.expert_linear(t.x, w[None], t.none, None, "f32"),
-    "expert_swiglu": lambda t, w: ops.expert_swiglu(t.x, w[None, :4], t.none, None, "f32"),
-    "expert_swiglu up": lambda t, w: ops.expert_swiglu(
-        t.x, t.dense[None], t.none, None, "f32", up_weight=w[None]
-    ),
-    "expert_input_grad": lambda t, w: ops.expert_input_grad(
-        t.c[:, None], w[None], t.none, "f32", K
-    ),
+CALLS = op_calls(torch.float32)
+PACKED = ("weight", "gate_weight", "up_weight", "shared_weight")
+FROZEN = {
+    f"{label}: {name}": (call[0], named(call), name)
+    for label, call in CALLS.items()
+    for name in PACKED
+    if isinstance(w := named(call).get(name), Tensor) and w.dtype == torch.uint8
 }
 
 
-@pytest.mark.parametrize("op", FROZEN)
+@pytest.mark.parametrize("label", FROZEN)
 @pytest.mark.parametrize("fake", [False, True])
-def test_a_weight_that_requires_grad(op: str, fake: bool, backend: Backend) -> None:
-    """Dense weights, too: no op returns a result through which the gradient would be lost."""
-    put = {k: backend.put(v) for k, v in arguments().items()}
+def test_a_weight_that_requires_grad(label: str, fake: bool, backend: Backend) -> None:
+    """No op returns a result through which the gradient would be lost."""
+    op, given, name = FROZEN[label]
+    put = {k: backend.put(v) if isinstance(v, Tensor) else v for k, v in given.items()}
+    put[name] = put[name].float()
     with FakeTensorMode() as mode:
         if fake:
-            put = {k: mode.from_tensor(v) for k, v in put.items()}
+            put = {k: mode.from_tensor(v) if isinstance(v, Tensor) else v for k, v in put.items()}
     with mode if fake else nullcontext():
-        t = SimpleNamespace(**put, none=torch.zeros_like(put["c"][:, :1], dtype=torch.int64))
-        with pytest.raises(ValueError, match=r"weight: requires grad, .* pass weight.detach\(\)"):
-            FROZEN[op](t, t.dense.detach().clone().requires_grad_())
+        put[name].requires_grad_()
+        with pytest.raises(ValueError, match=rf"{name}: requires grad, .* pass {name}.detach\(\)"):
+            op(**put)
 
 
 def of_linear(t: Any) -> Any:

@@ -8,7 +8,7 @@ import pytest
 import torch
 from backends import Backend
 from inputs import activations, generator, random_weight
-from op_calls import op_calls
+from op_calls import named, op_calls
 from oracle import DTYPES, FORMATS, Value, check, spec
 from torch import Tensor
 
@@ -77,11 +77,10 @@ WRITTEN = {
 @pytest.mark.parametrize("label", [label for label, call in CALLS.items() if WRITTEN[call[0]]])
 def test_autograd_is_told_of_a_write(label: str, backend: Backend) -> None:
     """By the version of the tensor."""
-    op, args, kwargs = CALLS[label]
-    names = [a.name for a in op.default._schema.arguments]
-    put = {n: backend.put_view(a) for n, a in zip(names, args, strict=False)}
+    op = CALLS[label][0]
+    put = {n: backend.put_view(a) for n, a in named(CALLS[label]).items()}
     before = {n: put[n]._version for n in WRITTEN[op]}
-    op(**put, **{n: backend.put_view(a) for n, a in kwargs.items()})
+    op(**put)
     assert before and all(put[n]._version > before[n] for n in before)
 
 
