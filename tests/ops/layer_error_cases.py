@@ -50,11 +50,14 @@ scan = bad(
     ),
 )  # fmt: skip
 tables = bad(ops.rope_tables, lambda t: dict(positions=t.ids.view(1, -1), inv_freq=t.dense[0]))
+hadamard = bad(ops.hadamard, lambda t: dict(x=t.x))
 # 3 tokens to 2 of 64 experts in 4 groups.
 route = bad(ops.route, lambda t: dict(x=t.x, top_k=2, groups=4, kept_groups=2))
 
 
 LAYER_CASES = {
+    "hadamard rows": Case(hadamard(x=lambda t: t.x[:, :48]), "x", "48 values", "multiple of 32"),
+    "hadamard dtype": Case(hadamard(x=lambda t: t.x.int()), "x", "int|Int", "float32"),
     "route x": Case(route(x=lambda t: t.x[None]), "x", r"\[1, 3, 64\]", r"\[T, E\]"),
     "route weight": Case(
         route(weight=lambda t: t.w, format="q8_0"), "weight", r"\[5, 36\]", "q8_0|68"

@@ -23,9 +23,8 @@ def in_float64(x: Tensor, w: Tensor, ids: Tensor, bias: Tensor, scores: Tensor |
 
 
 def swiglu64(x: Tensor, w: Tensor, ids: Tensor, bias: Tensor) -> Tensor:
-    gate, up = in_float64(x, w, ids, bias, None)[..., ::2], None
-    up = in_float64(x, w, ids, bias, None)[..., 1::2]
-    gate, up = gate.clamp(max=2.0), up.clamp(-2.0, 2.0)
+    both = in_float64(x, w, ids, bias, None)
+    gate, up = both[..., ::2].clamp(max=2.0), both[..., 1::2].clamp(-2.0, 2.0)
     return gate * torch.sigmoid(1.702 * gate) * (up + 1)
 
 
