@@ -194,7 +194,7 @@ def test_ollama_tells_thoughts_and_calls() -> None:
     text = '<think>Hm.</think>I\u2028ask.\n<tool_call>{"name": "go", "arguments": '
     text += '{"city": "Oslo"}}</tool_call>'
     for size in (1, 7, len(text)):
-        reply = OllamaReply("m", ChatReply(0, str, "", CALLS))
+        reply = OllamaReply("m", ChatReply(0, str, "", CALLS), OllamaChat().told)
         lines = [*reply.first()]
         for piece in pieces(text, size):
             lines += reply.feed(0, piece)
@@ -224,7 +224,7 @@ def test_results_of_ollama_find_their_calls() -> None:
     given += [{"role": "tool", "content": content} for content in ("A", "C")]
     given += [{"role": "assistant", "tool_calls": [{"id": "mine", **calls[0]}], "thinking": "Hm."}]
     given += [{"role": "tool", "content": "D", "tool_call_id": "mine"}]
-    first, *results, last, own = OllamaChat(messages=given).chat().messages
+    first, *results, last, own = OllamaChat(messages=given).made().messages
     ids = {call["function"]["name"]: call["id"] for call in first["tool_calls"]}
     assert len({*ids.values()}) == 3 and all(len(i) == 9 and i.isalnum() for i in ids.values())
     assert [(r["name"], r["tool_call_id"], r["content"]) for r in results] == [
@@ -239,12 +239,12 @@ def test_options_of_ollama() -> None:
     """What means nothing there is left out; the rest has the names of chats."""
     options = {"num_predict": -2, "top_k": 0, "seed": -1, "repeat_last_n": None, "f16_kv": True}
     said = [{"role": "user", "content": "a"}]
-    made = OllamaChat(messages=said, options=options).chat()
+    made = OllamaChat(messages=said, options=options).made()
     assert (made.max_tokens, made.top_k, made.seed) == (None, None, None)
     options = {"num_predict": 7, "repeat_penalty": 1.1, "stop": ["x"], "seed": 5}
-    made = OllamaChat(messages=said, options=options, think="low").chat()
+    made = OllamaChat(messages=said, options=options, think="low").made()
     assert (made.max_tokens, made.repetition_penalty, made.stop, made.seed) == (7, 1.1, ["x"], 5)
     assert made.reasoning_effort == "low"
     for options, named in (({"num_predict": 0}, "num_predict"), ({"top_k": False}, "top_k")):
         with pytest.raises(ApiError, match=f"options: {named}"), naming(OllamaChat.names):
-            OllamaChat(messages=said, options=options).chat().check()
+            OllamaChat(messages=said, options=options).made().check()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncIterator, Callable, Coroutine, Iterator, Mapping
+from collections.abc import AsyncIterator, Coroutine, Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, TypeVar
@@ -19,7 +19,7 @@ from .feed import Feed
 from .metrics import Metrics
 from .prompts import Prompt, Prompts
 from .replies import Reply
-from .schema import Generation
+from .schema import Asked, Chat, Completion, Generation
 from .weights import Scores
 
 _Found = TypeVar("_Found")
@@ -29,23 +29,16 @@ _Found = TypeVar("_Found")
 class Answering:
     """What answers need. Those of one request have as many places of the engine's queue."""
 
+    name: str  # of the model
     engine: Engine
     prompts: Prompts
     seconds: float  # of a request, the time it waits included
     has_scores: bool  # whether a token's logits are known when it comes
     metrics: Metrics
-    names: Mapping[str, str]  # of fields in errors, as Request has them
 
-    async def answer(
-        self,
-        request: Request,
-        given: Generation,
-        count: int,
-        prepared: Callable[[], list[Prompt]],
-        reply_to: Callable[[list[Prompt]], Reply],
-    ) -> Response:
-        """The response to a request of `count` prompts. ApiError: it has none."""
-        per_prompt = given.n or 1
+    async def answer(self, request: Request, asked: Asked, given: Chat | Completion) -> Response:
+        """The response to what is asked, made into what is given. ApiError: it has none."""
+        per_prompt, count = given.n or 1, given.count()
         if (most := self.engine.queue) < per_prompt * count:
             name = "prompt" if count > 1 else "n"
             raise wrong(name, f"{per_prompt * count} answers; at most {most} of one request")
@@ -56,15 +49,17 @@ class Answering:
 
         def made() -> tuple[list[Prompt], list[Job]]:
             wanted = given.form()  # a schema may have megabytes
-            prompts = prepared()
+            prompts = self.prompts.of(given)
             return prompts, list(self._jobs(given, wanted, prompts, feed, request.state.owner))
 
         try:
             prompts, jobs = await unless_gone(request, feed.within(asyncio.to_thread(made)))
             feed.submit(jobs)
-            reply = reply_to(prompts)
+            choices = given.choices(prompts, self.prompts.spelled)
+            reply = asked.reply(self.name, given, prompts, choices)
             if given.stream:
-                return _Events(self._events(feed, reply, begun), feed, reply.media_type)
+                events = self._events(feed, reply, begun, asked.names)
+                return _Events(events, feed, reply.media_type)
             answer = await unless_gone(request, self._whole(feed, reply, begun))
         except BaseException:
             feed.close()
@@ -101,7 +96,9 @@ class Answering:
                 self.metrics.ended(came)
             yield index, came
 
-    async def _events(self, feed: Feed, reply: Reply, begun: float) -> AsyncIterator[str]:
+    async def _events(
+        self, feed: Feed, reply: Reply, begun: float, names: Mapping[str, str]
+    ) -> AsyncIterator[str]:
         for event in reply.first():
             yield event
         try:
@@ -109,7 +106,7 @@ class Answering:
                 for event in reply.feed(index, came):
                     yield event
         except ApiError as error:
-            yield reply.failed(error.named(self.names))
+            yield reply.failed(error.named(names))
             return
         for event in reply.last():
             yield event

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import base64
 import time
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable
 from contextlib import closing
 from dataclasses import dataclass, field
 from datetime import datetime, timezone
@@ -27,26 +27,26 @@ from .embedding import Embedder
 from .engine import Engine, Task
 from .errors import ApiError, naming, wrong
 from .feed import Feed
-from .messages import MessageReply, Messages
+from .messages import Messages
 from .metrics import Metrics
-from .ollama import (
-    OllamaChat,
-    OllamaGenerate,
-    OllamaReply,
-    OllamaShow,
-    loaded,
-    message_of,
-    response_of,
-)
-from .prompts import Prompt, Prompts
-from .replies import ChatReply, Choices, CompletionReply, Reply
-from .responses import ResponseReply, Responses
-from .schema import Chat, Completion, Embedding, Generation, parse, warn_once
+from .ollama import OllamaChat, OllamaGenerate, OllamaShow
+from .prompts import Prompts
+from .responses import Responses
+from .schema import Asked, Chat, Completion, Embedding, Generation, parse, warn_once
 from .tokens import give_memory_back
 from .wire import Bounded, refused
 
 Handler = Callable[[Request], Awaitable[Response]]
 _Asked = TypeVar("_Asked")
+# By the path: what asks for a text.
+_TEXTS: dict[str, type[Asked]] = {
+    "/v1/chat/completions": Chat,
+    "/v1/completions": Completion,
+    "/v1/messages": Messages,
+    "/v1/responses": Responses,
+    "/api/chat": OllamaChat,
+    "/api/generate": OllamaGenerate,
+}
 
 
 @dataclass(frozen=True)
@@ -79,16 +79,11 @@ class Server:
             "/api/tags": self.tags,
             "/api/version": self.version,
         }
-        posts = {
-            "/v1/chat/completions": self.chat,
-            "/v1/completions": self.complete,
+        posts: dict[str, Handler] = {
             "/v1/embeddings": self.embed,
-            "/v1/messages": self.messages,
             "/v1/messages/count_tokens": self.count,
-            "/v1/responses": self.respond,
-            "/api/chat": self.ollama,
-            "/api/generate": self.generate,
             "/api/show": self.show,
+            **{path: partial(self.text, kind) for path, kind in _TEXTS.items()},
         }
         routes = [
             Route(path, self._guarded(path, handler), methods=[method])
@@ -143,109 +138,26 @@ class Server:
         kind = "text/plain; version=0.0.4"
         return PlainTextResponse(self.metrics.text(self.engine), media_type=kind)
 
-    async def chat(self, request: Request) -> Response:
-        given = await self._asked(request, Chat)
-
-        def reply(_: Prompt, choices: list[ChatReply]) -> Reply:
-            return Choices(self.name, [*choices], len(choices), given.tells_usage())
-
-        return await self._chat(request, given, reply, given.names)
-
-    async def messages(self, request: Request) -> Response:
-        asked = await self._asked(request, Messages)
-        given = asked.chat()
-
-        def reply(prompt: Prompt, choices: list[ChatReply]) -> Reply:
-            return MessageReply(self.name, prompt, choices[0], given.stops())
-
-        return await self._chat(request, given, reply, asked.names)
+    async def text(self, kind: type[Asked], request: Request) -> Response:
+        asked = await self._asked(request, kind)
+        if (loaded := asked.loaded(self.name)) is not None:
+            return JSONResponse(loaded)
+        with naming(asked.names):
+            given = asked.made()
+            prompts, seconds = self._checked(given), self.limits.seconds
+            answering = Answering(
+                self.name, self.engine, prompts, seconds, self.has_scores, self.metrics
+            )
+            return await answering.answer(request, asked, given)
 
     async def count(self, request: Request) -> Response:
         asked = await self._asked(request, Messages)
-        given = asked.chat()
-        with naming(asked.names), closing(Feed(self.engine, self.limits.seconds)) as feed:
+        with naming(asked.names):
+            given = asked.made()
             prompts = self._checked(given)
-            made = feed.within(asyncio.to_thread(prompts.of_chat, given))
-            return JSONResponse({"input_tokens": len((await unless_gone(request, made)).ids)})
-
-    async def respond(self, request: Request) -> Response:
-        asked = await self._asked(request, Responses)
-
-        def reply(_: Prompt, choices: list[ChatReply]) -> Reply:
-            return ResponseReply(self.name, asked, choices[0])
-
-        return await self._chat(request, asked.chat(), reply, asked.names)
-
-    async def ollama(self, request: Request) -> Response:
-        asked = await self._asked(request, OllamaChat)
-        if asked.is_load():
-            return JSONResponse(loaded(self.name, message_of))
-
-        def reply(_: Prompt, choices: list[ChatReply]) -> Reply:
-            return OllamaReply(self.name, choices[0])
-
-        return await self._chat(request, asked.chat(), reply, asked.names)
-
-    async def generate(self, request: Request) -> Response:
-        asked = await self._asked(request, OllamaGenerate)
-        if asked.is_load():
-            return JSONResponse(loaded(self.name, response_of))
-        given = asked.made()
-        reply = partial(OllamaReply, self.name, told=response_of)
-        if isinstance(given, Chat):
-            return await self._chat(
-                request, given, lambda _, choices: reply(choices[0]), asked.names
-            )
-        return await self._complete(request, given, lambda choices: reply(choices[0]), asked.names)
-
-    async def _chat(
-        self,
-        request: Request,
-        given: Chat,
-        reply: Callable[[Prompt, list[ChatReply]], Reply],
-        names: Mapping[str, str],
-    ) -> Response:
-        """names: of fields in errors, as Request has them."""
-
-        def reply_to(made: list[Prompt]) -> Reply:
-            text, count = made[0].text, given.n or 1
-            choices = [ChatReply(i, prompts.spelled, text, given.calls) for i in range(count)]
-            return reply(made[0], choices)
-
-        with naming(names):
-            prompts = self._checked(given)
-            return await self._answering(prompts, names).answer(
-                request, given, 1, lambda: [prompts.of_chat(given)], reply_to
-            )
-
-    async def complete(self, request: Request) -> Response:
-        given = await self._asked(request, Completion)
-
-        def reply(choices: list[CompletionReply]) -> Reply:
-            return Choices(self.name, choices, given.n or 1, given.tells_usage())
-
-        return await self._complete(request, given, reply, given.names)
-
-    async def _complete(
-        self,
-        request: Request,
-        given: Completion,
-        reply: Callable[[list[CompletionReply]], Reply],
-        names: Mapping[str, str],
-    ) -> Response:
-        n = given.n or 1
-
-        def reply_to(made: list[Prompt]) -> Reply:
-            texts = [prompt.text if given.echo else "" for prompt in made for _ in range(n)]
-            return reply(
-                [CompletionReply(i, prompts.spelled, text) for i, text in enumerate(texts)]
-            )
-
-        with naming(names):
-            prompts = self._checked(given)
-            return await self._answering(prompts, names).answer(
-                request, given, len(given.prompt), lambda: prompts.of_completion(given), reply_to
-            )
+            with closing(Feed(self.engine, self.limits.seconds)) as feed:
+                made = feed.within(asyncio.to_thread(prompts.of_chat, given))
+                return JSONResponse({"input_tokens": len((await unless_gone(request, made)).ids)})
 
     async def embed(self, request: Request) -> Response:
         given = parse(Embedding, await body_of(request, self.limits.body))
@@ -308,10 +220,6 @@ class Server:
     def _note_model(self, given: Generation | Embedding) -> None:
         if given.model not in (None, self.name):
             warn_once(f"model: requests name others; {self.name} answers them all")
-
-    def _answering(self, prompts: Prompts, names: Mapping[str, str]) -> Answering:
-        seconds = self.limits.seconds
-        return Answering(self.engine, prompts, seconds, self.has_scores, self.metrics, names)
 
     async def _asked(self, request: Request, kind: type[_Asked]) -> _Asked:
         """What the body asks for. ApiError: it is malformed, or a list is longer than it may be."""

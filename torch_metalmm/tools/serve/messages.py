@@ -11,8 +11,8 @@ from ..chat.marks import TEXT, THOUGHT
 from .blocks import BlockReply, functions_of, new_id, objects, text_of
 from .errors import ApiError, unsupported, wrong
 from .prompts import Prompt
-from .replies import ChatReply, Object, event
-from .schema import Chat, Request
+from .replies import ChatReply, Object, Reply, event
+from .schema import Asked, Chat
 
 _KINDS = {
     401: "authentication_error",
@@ -28,7 +28,7 @@ _REASONS = {"length": "max_tokens", "tool_calls": "tool_use", "stop": "end_turn"
 
 
 @dataclass(kw_only=True)
-class Messages(Request):
+class Messages(Asked):
     names = {
         **{"images": "messages", "stop": "stop_sequences", "chat_template_kwargs": "thinking"},
         **dict.fromkeys(("response_format", "reasoning_effort"), "output_config"),
@@ -46,8 +46,7 @@ class Messages(Request):
     thinking: dict[str, Any] | None = None  # whether; how much is the model's
     output_config: dict[str, Any] | None = None
 
-    def chat(self) -> Chat:
-        """ApiError 400: it says what no chat can."""
+    def made(self) -> Chat:
         choice = self.tool_choice or {"type": "auto"}
         named = {"type": "function", "function": {"name": choice.get("name")}}
         kind = choice.get("type")
@@ -74,6 +73,11 @@ class Messages(Request):
             reasoning_effort=effort,
             chat_template_kwargs=None if thinks is None else {"enable_thinking": thinks},
         )
+
+    def reply(
+        self, model: str, given: Chat, prompts: list[Prompt], choices: list[ChatReply]
+    ) -> Reply:
+        return MessageReply(model, prompts[0], choices[0], given.stops())
 
     def _messages(self) -> list[Object]:
         system = text_of(self.system, ("text",), "system")

@@ -11,9 +11,10 @@ from typing import Any, ClassVar, TypeVar
 
 from .blocks import objects
 from .engine import Finish
-from .errors import ApiError, naming, unsupported, wrong
-from .replies import CompletionReply, Object
-from .schema import Chat, Completion, Request, validated, warn_once
+from .errors import ApiError, unsupported, wrong
+from .prompts import Prompt
+from .replies import CompletionReply, Object, Reply
+from .schema import Asked, Chat, Completion, Request, validated, warn_once
 from .weights import Scored
 
 # By the names of `options`: fields of a chat.
@@ -40,7 +41,7 @@ _Made = TypeVar("_Made", Chat, Completion)
 
 
 @dataclass(kw_only=True)
-class _Asked(Request):
+class _Ollama(Asked):
     names = {
         **{own: f"options: {name}" for name, own in _OPTIONS.items()},
         **dict.fromkeys(("reasoning_effort", "chat_template_kwargs"), "think"),
@@ -54,16 +55,22 @@ class _Asked(Request):
     logprobs: bool | None = None
     top_logprobs: int | None = None
 
-    def is_load(self) -> bool:
-        """Whether a client asks for no text, but for the model in memory."""
-        return all(getattr(self, name) in (None, empty) for name, empty in self.texts.items())
+    def told(self, content: str, thinking: str, calls: list[Object]) -> Object:
+        """The fields of an answer."""
+        raise NotImplementedError
+
+    def loaded(self, model: str) -> Object | None:
+        if any(getattr(self, name) not in (None, empty) for name, empty in self.texts.items()):
+            return None
+        return {**_head(model), **self.told("", "", []), "done": True, "done_reason": "load"}
+
+    def reply(self, model: str, given: Any, prompts: list[Prompt], choices: list[Any]) -> Reply:
+        return OllamaReply(model, choices[0], self.told)
 
     def _chat(self, messages: list[Object], tools: Any = None) -> Chat:
         thinks = self.think if isinstance(self.think, bool) else None
-        with naming(self.names):
-            translated = [*_translated(messages)]
         own = {
-            "messages": translated,
+            "messages": [*_translated(messages)],
             "tools": tools,
             "reasoning_effort": self.think if isinstance(self.think, str) else None,
             "chat_template_kwargs": None if thinks is None else {"enable_thinking": thinks},
@@ -73,11 +80,9 @@ class _Asked(Request):
         return self._made(Chat, own)
 
     def _made(self, kind: type[_Made], own: Object) -> _Made:
-        """ApiError 400: it says what that cannot."""
         given = {"model": self.model, "stream": self.stream, "response_format": self._format()}
         given = {name: value for name, value in (given | own).items() if value is not None}
-        with naming(self.names):
-            return validated(kind, given | self._sampling())
+        return validated(kind, given | self._sampling())
 
     def _format(self) -> Object | None:
         if not self.format:
@@ -106,19 +111,30 @@ class _Asked(Request):
 
 
 @dataclass(kw_only=True)
-class OllamaChat(_Asked):
+class OllamaChat(_Ollama):
     texts = {"messages": []}
     messages: Any = None
     tools: Any = None
 
-    def chat(self) -> Chat:
-        """ApiError 400: it says what no chat can."""
+    def made(self) -> Chat:
         return self._chat(objects(self.messages, "messages"), self.tools)
+
+    def told(self, content: str, thinking: str, calls: list[Object]) -> Object:
+        message: Object = {"role": "assistant", "content": content}
+        if thinking:
+            message["thinking"] = thinking
+        if calls:
+            functions = [call["function"] for call in calls]
+            message["tool_calls"] = [
+                {"function": {"name": f["name"], "arguments": json.loads(f["arguments"])}}
+                for f in functions
+            ]
+        return {"message": message}
 
 
 @dataclass(kw_only=True)
-class OllamaGenerate(_Asked):
-    names = _Asked.names | {"messages": "prompt", "images": "images"}
+class OllamaGenerate(_Ollama):
+    names = _Ollama.names | {"messages": "prompt", "images": "images"}
     texts = {"prompt": "", "suffix": "", "images": []}
     prompt: str = ""
     suffix: str | None = None
@@ -129,8 +145,7 @@ class OllamaGenerate(_Asked):
     context: Any = None
 
     def made(self) -> Chat | Completion:
-        """A completion where no chat template makes the prompt. ApiError 400: it says what that
-        cannot."""
+        """A completion where no chat template makes the prompt."""
         is_raw = bool(self.raw or self.suffix)
         for name in ("template", "context"):
             if getattr(self, name):
@@ -144,6 +159,9 @@ class OllamaGenerate(_Asked):
         said = [{"role": "system", "content": self.system}] if self.system else []
         user = {"role": "user", "content": self.prompt, "images": self.images}
         return self._chat([*said, user])
+
+    def told(self, content: str, thinking: str, calls: list[Object]) -> Object:
+        return {"response": content, **({"thinking": thinking} if thinking else {})}
 
 
 @dataclass(kw_only=True)
@@ -204,33 +222,9 @@ def refusal(error: ApiError) -> Object:
     return {"error": error.body()["error"]["message"]}
 
 
-def message_of(content: str, thinking: str, calls: list[Object]) -> Object:
-    """What an answer of /api/chat has."""
-    message: Object = {"role": "assistant", "content": content}
-    if thinking:
-        message["thinking"] = thinking
-    if calls:
-        functions = [call["function"] for call in calls]
-        message["tool_calls"] = [
-            {"function": {"name": f["name"], "arguments": json.loads(f["arguments"])}}
-            for f in functions
-        ]
-    return {"message": message}
-
-
-def response_of(content: str, thinking: str, _: list[Object]) -> Object:
-    """What an answer of /api/generate has."""
-    return {"response": content, **({"thinking": thinking} if thinking else {})}
-
-
 def _head(model: str) -> Object:
     now = datetime.now(timezone.utc).isoformat().replace("+00:00", "Z")
     return {"model": model, "created_at": now}
-
-
-def loaded(model: str, told: Callable[..., Object]) -> Object:
-    """The answer where no text is asked for. told: as OllamaReply has it."""
-    return {**_head(model), **told("", "", []), "done": True, "done_reason": "load"}
 
 
 class OllamaReply:
@@ -238,9 +232,7 @@ class OllamaReply:
 
     media_type = "application/x-ndjson"
 
-    def __init__(
-        self, model: str, choice: CompletionReply, told: Callable[..., Object] = message_of
-    ) -> None:
+    def __init__(self, model: str, choice: CompletionReply, told: Callable[..., Object]) -> None:
         """told: the fields of a text, a thought and calls."""
         self._model, self._choice, self._told = model, choice, told
         self._begun, self._first = time.monotonic_ns(), 0

@@ -90,6 +90,10 @@ class Prompts:
             raise unsupported(wanted.field, "answers of this --draft keep no form")
         return self._forms.of(wanted, prompt, len(ids))
 
+    def of(self, request: Chat | Completion) -> list[Prompt]:
+        """ApiError 400: as of_chat() and of_completion()."""
+        return [self.of_chat(request)] if isinstance(request, Chat) else self.of_completion(request)
+
     def of_chat(self, request: Chat) -> Prompt:
         """ApiError 400: the messages are malformed, or the template refuses them."""
         messages, urls = taken_out([_message(message) for message in request.messages])

@@ -11,14 +11,15 @@ from ..chat.marks import TEXT
 from .blocks import BlockReply, functions_of, new_id, objects, text_of
 from .errors import ApiError, unsupported, wrong
 from .pictures import content_of
-from .replies import ChatReply, Object, event
-from .schema import Chat, Request, StreamOptions
+from .prompts import Prompt
+from .replies import ChatReply, Object, Reply, event
+from .schema import Asked, Chat, StreamOptions
 
 _TEXTS = ("input_text", "output_text", "text")
 
 
 @dataclass(kw_only=True)
-class Responses(Request):
+class Responses(Asked):
     names = {
         **{"messages": "input", "images": "input", "max_tokens": "max_output_tokens"},
         **{"response_format": "text", "reasoning_effort": "reasoning"},
@@ -40,8 +41,7 @@ class Responses(Request):
     top_logprobs: Literal[0] | None = None
     max_tool_calls: int | None = None  # of tools that a service would run itself
 
-    def chat(self) -> Chat:
-        """ApiError 400: it says what no chat can."""
+    def made(self) -> Chat:
         choice = self.tool_choice
         if isinstance(choice, dict) and choice.get("type") == "function":
             choice = {"type": "function", "function": {"name": choice.get("name")}}
@@ -67,6 +67,11 @@ class Responses(Request):
             response_format={"type": "json_schema", "json_schema": format} if is_schema else format,
             reasoning_effort=effort,
         )
+
+    def reply(
+        self, model: str, given: Chat, prompts: list[Prompt], choices: list[ChatReply]
+    ) -> Reply:
+        return ResponseReply(model, self, choices[0])
 
     def _messages(self) -> list[Object]:
         items = self.input

@@ -9,12 +9,16 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from functools import cache, cached_property
-from typing import Any, ClassVar, Literal, TypeVar, cast
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, TypeVar, cast
 
 from ..chat.marks import CALL, MARKS
 from ..chat.session import Options
 from .calling import Calls, Wanted, calls_of, schema_text
 from .errors import ApiError, unsupported, wrong
+from .replies import ChatReply, Choices, CompletionReply, Object, Reply, Spell
+
+if TYPE_CHECKING:
+    from .prompts import Prompt
 
 _LOG = logging.getLogger(__name__)
 # Fields that cannot change an answer: hints for a service's accounts, caches and machines, and what
@@ -46,8 +50,24 @@ class Request:
     model: str | None = None  # the server has one, which answers whatever the name
 
 
+class Asked(Request):
+    """What asks for a text, in the words of one API."""
+
+    def loaded(self, model: str) -> Object | None:
+        """The answer where no text is asked for, but for the model in memory."""
+        return None
+
+    def made(self) -> Chat | Completion:
+        """The same in OpenAI's words. ApiError 400: they cannot say it."""
+        raise NotImplementedError
+
+    def reply(self, model: str, given: Any, prompts: list[Prompt], choices: list[Any]) -> Reply:
+        """The answer in words of this API. given: what made() gave; choices: its own."""
+        raise NotImplementedError
+
+
 @dataclass(kw_only=True)
-class Generation(Request):
+class Generation(Asked):
     """What chats and completions have."""
 
     max_tokens: int | None = None
@@ -143,8 +163,9 @@ class Generation(Request):
         """How many tokens are scored beside each of the answer; None: not that one either."""
         return None
 
-    def tells_usage(self) -> bool:
-        return self.stream_options is not None and self.stream_options.include_usage
+    def reply(self, model: str, given: Any, prompts: list[Prompt], choices: list[Any]) -> Reply:
+        tells_usage = self.stream_options is not None and self.stream_options.include_usage
+        return Choices(model, choices, self.n or 1, tells_usage)
 
 
 @dataclass(kw_only=True)
@@ -178,6 +199,18 @@ class Chat(Generation):
         for name in _templates_own() & (self.chat_template_kwargs or {}).keys():
             raise wrong("chat_template_kwargs", f"{name} is the server's")
         _ = self.calls
+
+    def made(self) -> Chat:
+        return self
+
+    def count(self) -> int:
+        """How many prompts it has."""
+        return 1
+
+    def choices(self, prompts: list[Prompt], spell: Spell) -> list[ChatReply]:
+        """The answers, n to each prompt. spell: as Prompts.spelled."""
+        (prompt,) = prompts
+        return [ChatReply(i, spell, prompt.text, self.calls) for i in range(self.n or 1)]
 
     def most(self) -> int | None:
         return self.max_completion_tokens or self.max_tokens
@@ -231,6 +264,16 @@ class Completion(Generation):
         for name in ("suffix", "logprobs"):
             if self.echo and getattr(self, name) not in (None, ""):
                 raise unsupported("echo", f"not with {name}")
+
+    def made(self) -> Completion:
+        return self
+
+    def count(self) -> int:
+        return len(self.prompt)
+
+    def choices(self, prompts: list[Prompt], spell: Spell) -> list[CompletionReply]:
+        texts = [prompt.text if self.echo else "" for prompt in prompts for _ in range(self.n or 1)]
+        return [CompletionReply(i, spell, text) for i, text in enumerate(texts)]
 
     def scored(self) -> int | None:
         return self.logprobs
