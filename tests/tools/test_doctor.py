@@ -6,6 +6,7 @@ import re
 import shlex
 import subprocess
 import sys
+from functools import partial
 
 import pytest
 import torch
@@ -166,8 +167,10 @@ def test_what_a_machine_cannot_run_is_no_failure(monkeypatch: pytest.MonkeyPatch
     """Too little memory, no transformers: the report says so."""
     monkeypatch.setattr(doctor_large, "memory_of", lambda _: 4e9)
     monkeypatch.setattr(doctor_large, "find_spec", lambda _: None)
-    far = doctor_child.perform(doctor_large.beyond_4_gib("cpu"), "cpu")
-    model = doctor_child.perform(doctor_large.generation("cpu"), "cpu")
+    far, model = (
+        doctor_child.perform(Check("", partial(prepare, "cpu")), "cpu")
+        for prepare in (doctor_large.beyond_4_gib, doctor_large.generation)
+    )
     assert far.ok and far.text == "skip  needs 8 GB of memory, here 4.0"
     assert model.ok and model.text.startswith("skip  needs transformers: pip install")
 

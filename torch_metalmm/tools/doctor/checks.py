@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -20,7 +21,7 @@ from .compare import (
     random,
     worst,
 )
-from .large import beyond_4_gib, generation, loading, speed
+from .large import MEASURED, TOKENS, beyond_4_gib, generation, loading, speed
 
 _FORMATS = ("f16", "q4_0", "q8_0", "q4_k", "q6_k", "iq4_xs", "mxfp4", "affine4_g64")
 
@@ -48,102 +49,80 @@ def _linear(
     return Check(label.rstrip(), prepare)
 
 
-def _views(device: str) -> Check:
+def _views(device: str) -> Prepared:
     """Operands that begin inside their storage, x with rows apart, W at 2 bytes of alignment."""
-
-    def prepare() -> Prepared:
-        packed, w = packed_and_decoded("q4_0")
-        table = torch.cat([packed[:3], packed]).to(device)[3:]
-        x, bias = random(5, K + 3, seed=1).half(), random(N + 7, seed=2).half()
-        view, addend = x.to(device)[1:, 3:], bias.to(device)[7:]
-        return (
-            lambda: torch.ops.metalmm.linear(view, table, addend, "q4_0"),
-            lambda y: compare(y, x[1:, 3:], w, bias[7:]),
-        )
-
-    return Check("views with offsets", prepare)
+    packed, w = packed_and_decoded("q4_0")
+    table = torch.cat([packed[:3], packed]).to(device)[3:]
+    x, bias = random(5, K + 3, seed=1).half(), random(N + 7, seed=2).half()
+    view, addend = x.to(device)[1:, 3:], bias.to(device)[7:]
+    return (
+        lambda: torch.ops.metalmm.linear(view, table, addend, "q4_0"),
+        lambda y: compare(y, x[1:, 3:], w, bias[7:]),
+    )
 
 
-def _decoded(device: str, name: str) -> Check:
-    def prepare() -> Prepared:
-        packed, w = packed_and_decoded(name)
-        rows = torch.tensor([N - 1, 0, 5, 5])
-        ids, weight = rows.to(device), packed.to(device)
+def _decoded(device: str, name: str) -> Prepared:
+    packed, w = packed_and_decoded(name)
+    rows = torch.tensor([N - 1, 0, 5, 5])
+    ids, weight = rows.to(device), packed.to(device)
 
-        def call() -> Tensor:
-            dense: Tensor = torch.ops.metalmm.dequantize(weight, name, K)
-            return torch.cat([dense, torch.ops.metalmm.embedding(ids, weight, name, K)])
+    def call() -> Tensor:
+        dense: Tensor = torch.ops.metalmm.dequantize(weight, name, K)
+        return torch.cat([dense, torch.ops.metalmm.embedding(ids, weight, name, K)])
 
-        return call, lambda y: exactly(y, torch.cat([w, w[rows]]))
-
-    return Check(f"dequantize, embedding {name}", prepare)
+    return call, lambda y: exactly(y, torch.cat([w, w[rows]]))
 
 
-def _gradient(device: str) -> Check:
-    def prepare() -> Prepared:
-        packed, w = packed_and_decoded("q4_k")
-        x = random(4, K, seed=1).to(device).requires_grad_()
-        weight, grad = packed.to(device), random(4, N, seed=2)
-        on_device = grad.to(device)
+def _gradient(device: str) -> Prepared:
+    packed, w = packed_and_decoded("q4_k")
+    x = random(4, K, seed=1).to(device).requires_grad_()
+    weight, grad = packed.to(device), random(4, N, seed=2)
+    on_device = grad.to(device)
 
-        def call() -> Tensor:
-            y = torch.ops.metalmm.linear(x, weight, None, "q4_k")
-            return torch.autograd.grad(y, x, on_device)[0]
+    def call() -> Tensor:
+        y = torch.ops.metalmm.linear(x, weight, None, "q4_k")
+        return torch.autograd.grad(y, x, on_device)[0]
 
-        return call, lambda y: compare(y, grad, w.T)
-
-    return Check("gradient of x", prepare)
+    return call, lambda y: compare(y, grad, w.T)
 
 
-def _swiglu(device: str) -> Check:
-    def prepare() -> Prepared:
-        (gate, gate_w), (up, up_w) = (packed_and_decoded("q4_0", seed=seed) for seed in (3, 4))
-        x = random(1, K)
-        on_device = x.to(device), gate.to(device), up.to(device)
-        g, u = x.double() @ gate_w.T, x.double() @ up_w.T
-        want = torch.nn.functional.silu(g) * u
-        scale = (x.double().abs() @ gate_w.abs().T) * (x.double().abs() @ up_w.abs().T)
-        bound = 4 * K * 2.0**-23
-        return (
-            lambda: torch.ops.metalmm.swiglu(*on_device, "q4_0", "q4_0"),
-            lambda y: worst(y, want, scale, bound),
-        )
-
-    return Check("swiglu q4_0", prepare)
+def _swiglu(device: str) -> Prepared:
+    (gate, gate_w), (up, up_w) = (packed_and_decoded("q4_0", seed=seed) for seed in (3, 4))
+    x = random(1, K)
+    on_device = x.to(device), gate.to(device), up.to(device)
+    g, u = x.double() @ gate_w.T, x.double() @ up_w.T
+    want = torch.nn.functional.silu(g) * u
+    scale = (x.double().abs() @ gate_w.abs().T) * (x.double().abs() @ up_w.abs().T)
+    bound = 4 * K * 2.0**-23
+    return (
+        lambda: torch.ops.metalmm.swiglu(*on_device, "q4_0", "q4_0"),
+        lambda y: worst(y, want, scale, bound),
+    )
 
 
-def _threads(device: str) -> Check:
+def _threads(device: str) -> Prepared:
     """Four threads at once, each with its own rows of x; no other check compiles their kernels."""
+    packed, w = packed_and_decoded("q5_1")
+    weight, x = packed.to(device), random(53, K, seed=1)
+    parts = torch.split(x.to(device), [1, 3, 9, 40])
 
-    def prepare() -> Prepared:
-        packed, w = packed_and_decoded("q5_1")
-        weight, x = packed.to(device), random(53, K, seed=1)
-        parts = torch.split(x.to(device), [1, 3, 9, 40])
+    def call() -> Tensor:
+        with ThreadPoolExecutor(len(parts)) as pool:
+            run = lambda part: torch.ops.metalmm.linear(part, weight, None, "q5_1")  # noqa: E731
+            return torch.cat(list(pool.map(run, parts)))
 
-        def call() -> Tensor:
-            with ThreadPoolExecutor(len(parts)) as pool:
-                run = lambda part: torch.ops.metalmm.linear(part, weight, None, "q5_1")  # noqa: E731
-                return torch.cat(list(pool.map(run, parts)))
-
-        return call, lambda y: compare(y, x, w)
-
-    return Check("four threads", prepare)
+    return call, lambda y: compare(y, x, w)
 
 
-def _signposts() -> Check:
+def _signposts() -> Prepared:
     """While torch records signposts, every kernel is announced to its profiler."""
-    check = _linear("mps", "q4_0", 1, torch.float16)
+    inner, judge = _linear("mps", "q4_0", 1, torch.float16).prepare()
 
-    def prepare() -> Prepared:
-        inner, judge = check.prepare()
+    def call() -> Tensor:
+        with torch.mps.profiler.profile(mode="interval", wait_until_completed=True):
+            return inner()
 
-        def call() -> Tensor:
-            with torch.mps.profiler.profile(mode="interval", wait_until_completed=True):
-                return inner()
-
-        return call, judge
-
-    return Check("signposts of torch.mps.profiler", prepare)
+    return call, judge
 
 
 def checks(device: str) -> Iterator[Check]:
@@ -164,14 +143,20 @@ def checks(device: str) -> Iterator[Check]:
         for m in (1, 65):
             yield _linear(device, name, m, dtype, n=97, k=1061)
     for name in ("q4_0", "q6_k", "affine4_g64"):
-        yield _decoded(device, name)
-    yield _views(device)
-    yield _swiglu(device)
-    yield _gradient(device)
-    yield _threads(device)
+        yield Check(f"dequantize, embedding {name}", partial(_decoded, device, name))
+    for label, of in (
+        ("views with offsets", _views),
+        ("swiglu q4_0", _swiglu),
+        ("gradient of x", _gradient),
+        ("four threads", _threads),
+    ):
+        yield Check(label, partial(of, device))
     if device == "mps":
-        yield _signposts()
-    yield loading(device)
-    yield beyond_4_gib(device)
-    yield generation(device)
-    yield speed(device)
+        yield Check("signposts of torch.mps.profiler", _signposts)
+    for label, of in (
+        ("loading a mapped file", loading),
+        ("rows beyond 4 GiB", beyond_4_gib),
+        (f"{TOKENS} tokens of a model", generation),
+        (f"speed of q4_k {'x'.join(map(str, MEASURED))}, M=1", speed),
+    ):
+        yield Check(label, partial(of, device), heavy=True)
