@@ -22,7 +22,6 @@ from .source import Source
 
 
 def fill(
-    path: Path,
     model: Any,
     source: Source,
     packed: Mapping[str, Iterable[str]],
@@ -41,11 +40,13 @@ def fill(
     wanted, ties = model.state_dict(), tied_names(model)
     left = set(source.keys)
     for owner in sorted(packed):
-        layer = layer_of(path, model, source, owner, packed[owner])
+        layer = layer_of(model, source, owner, packed[owner])
         names = ties[f"{owner}.weight"]
         if dense := sorted(left.intersection(names).difference(packed[owner])):
             shown = ", ".join(source.keys[name] for name in dense)
-            raise ValueError(f"{path}: {owner} is quantized, and has a dense weight too: {shown}")
+            raise ValueError(
+                f"{source.path}: {owner} is quantized, and has a dense weight too: {shown}"
+            )
         assert rows is not None
         made = rows(owner, layer)
         left.difference_update(packed[owner])
@@ -58,18 +59,20 @@ def fill(
                 isinstance(model.get_submodule(n.removesuffix(".weight")), QuantLinear)
                 for n in names
             ):
-                raise ValueError(f"{path}: {owner} orders its columns, which an embedding cannot")
+                raise ValueError(
+                    f"{source.path}: {owner} orders its columns, which an embedding cannot"
+                )
             set_input_order(model, names, made.input_order.to(device))
     if extra := sorted(left - wanted.keys()):
-        raise ValueError(f"{path} has tensors the model does not: {', '.join(extra[:6])}")
+        raise ValueError(f"{source.path} has tensors the model does not: {', '.join(extra[:6])}")
     for name in sorted(left):
-        _put_dense(path, model, source, name, wanted[name], ties.get(name, [name]), device)
+        _put_dense(model, source, name, wanted[name], ties.get(name, [name]), device)
     given = left | {f"{owner}.weight" for owner in packed}
     filled = {name for target in given for name in ties.get(target, [target])}
     needed = {name for name, _ in model.named_parameters(remove_duplicate=False)} & wanted.keys()
     needed |= {name for name, t in wanted.items() if t.is_floating_point()}  # buffers: corrections
     if missing := sorted(n for n in needed - filled if n not in done):
-        raise ValueError(f"{path} has no tensor for {', '.join(missing[:6])}")
+        raise ValueError(f"{source.path} has no tensor for {', '.join(missing[:6])}")
     model.to(device)  # buffers, which were made on the CPU
 
 
@@ -88,19 +91,19 @@ def finish(path: Path, model: Any) -> Any:
     return model.requires_grad_(False)
 
 
-def layer_of(
-    path: Path, model: Any, source: Source, owner: str, tensors: Iterable[str]
-) -> nn.Module:
+def layer_of(model: Any, source: Source, owner: str, tensors: Iterable[str]) -> nn.Module:
     """The layer of that name, which can be packed."""
     key = _shown(source, owner, tensors)
     try:
         module: nn.Module = model.get_submodule(owner)
     except AttributeError:
         stacked = "; transformers stacks experts in one tensor" if ".experts." in owner else ""
-        raise ValueError(f"{path}: the model has no layer {key}{stacked}") from None
+        raise ValueError(f"{source.path}: the model has no layer {key}{stacked}") from None
     packs = packable(module) and replaceable(model, owner)
     if not packs and not _is_router(model, owner):
-        raise ValueError(f"{path}: {key} is a {type(module).__name__}, which cannot be packed")
+        raise ValueError(
+            f"{source.path}: {key} is a {type(module).__name__}, which cannot be packed"
+        )
     return module
 
 
@@ -129,7 +132,6 @@ def _shown(source: Source, owner: str, tensors: Iterable[str]) -> str:
 
 
 def _put_dense(
-    path: Path,
     model: Any,
     source: Source,
     name: str,
@@ -142,9 +144,9 @@ def _put_dense(
         value = value.t().contiguous()
     if value.shape != wanted.shape:
         raise ValueError(
-            f"{path}: {source.keys[name]} is {list(value.shape)}, the model has "
+            f"{source.path}: {source.keys[name]} is {list(value.shape)}, the model has "
             f"{list(wanted.shape)}"
         )
     if wanted.is_floating_point() and not value.is_floating_point():
-        raise ValueError(f"{path}: {source.keys[name]} is {value.dtype}, not a float dtype")
+        raise ValueError(f"{source.path}: {source.keys[name]} is {value.dtype}, not a float dtype")
     put_dense(model, names, value, device)

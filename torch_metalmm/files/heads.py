@@ -49,7 +49,7 @@ def source_of_head(path: Path, model: Any) -> Source:
         name = text_name(key) or ""
         return next((m.expand(n) for of, n in names.items() if (m := re.fullmatch(of, name))), None)
 
-    source = Source(_files(path), model.config, renamed)
+    source = Source(path, _files(path), model.config, renamed)
     source.keys.pop("", None)
     if not any(name.startswith("model.layers.0.") for name in source.keys):
         raise ValueError(

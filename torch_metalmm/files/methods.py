@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
@@ -44,8 +43,8 @@ class Method:
 class Stacks:
     """How a checkpoint stores the experts it quantizes, and nothing else."""
 
-    # (folder, model, source, device) -> the names of the parameters that the model has then
-    put: Callable[[Path, Any, Source, torch.device | str], set[str]]
+    # (model, source, device) -> the names of the parameters that the model has then
+    put: Callable[[Any, Source, torch.device | str], set[str]]
     leaves: tuple[str, ...] = ()
 
 

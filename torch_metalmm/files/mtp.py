@@ -58,15 +58,13 @@ def load_mtp(model: Any, path: str | os.PathLike[str], format: str | None = None
             head = MtpHead(model, empty_model(_one_layer(model), model.dtype))
             block = head.block
             shared = {n for n in block.state_dict() if not n.startswith("model.layers.")}
-            put(
-                path, block, source, quantization, model.device, done=shared - {"model.norm.weight"}
-            )
+            put(block, source, quantization, model.device, done=shared - {"model.norm.weight"})
         else:
             block = _block_of(path, model, source)
             head = MtpHead(model, block)
         source.keys = own
         done = {name for name in head.state_dict() if name.startswith("block.")}
-        put(path, head, source, quantization, model.device, done=done)
+        put(head, source, quantization, model.device, done=done)
     format = format or _commonest(model)
     if format is not None and not is_packed:
         quantize_(block.get_decoder().layers, format, progress=False)

@@ -6,7 +6,6 @@ uint8 [E, rows, K / 32]. Rows lie as in the dense model, those of gate and up in
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -21,7 +20,7 @@ from .source import Source
 _BLOCKS, _SCALES, _CODES = "_blocks", "_scales", 16  # bytes of codes in a block
 
 
-def put_experts(path: Path, model: Any, source: Source, device: torch.device | str) -> set[str]:
+def put_experts(model: Any, source: Source, device: torch.device | str) -> set[str]:
     """Give the model its packed experts; their tensors leave source.keys. The parameters' names.
 
     ValueError: the checkpoint has no such stacks, one is missing, or does not fit the model.
@@ -29,50 +28,47 @@ def put_experts(path: Path, model: Any, source: Source, device: torch.device | s
     done: set[str] = set()
     for name, home in homes(model).items():
         for stack, part in home.stacks.items():
-            rows = _rows(path, source, f"{name}.{stack}", part.shape)
+            rows = _rows(source, f"{name}.{stack}", part.shape)
             part.put(model, [f"{name}.{stack}"], place(rows, device), MXFP4.name)
         for bias, own in list(home.made.named_parameters()):
             if bias.endswith("_bias"):
-                value = _take(path, source, f"{name}.{bias}", tuple(own.shape), own.dtype)
+                value = _take(source, f"{name}.{bias}", tuple(own.shape), own.dtype)
                 setattr(home.made, bias, nn.Parameter(value.to(device), requires_grad=False))
         done.update(f"{name}.{leaf}" for leaf, _ in home.made.named_parameters())
     if not done:
-        raise ValueError(f"{path}: its model has no experts, which alone are mxfp4 in a checkpoint")
+        raise ValueError(
+            f"{source.path}: its model has no experts, which alone are mxfp4 in a checkpoint"
+        )
     return done
 
 
-def _rows(path: Path, source: Source, name: str, shape: tuple[int, int, int]) -> Tensor:
+def _rows(source: Source, name: str, shape: tuple[int, int, int]) -> Tensor:
     """uint8 [E rows, row_bytes] of a stack."""
     e, rows, k = shape
     spec = formats.get(MXFP4.name)
     assert isinstance(spec, MXFP4)
     if k % spec.group:
-        raise ValueError(f"{path}: {name} has K = {k}, no multiple of {spec.group}")
+        raise ValueError(f"{source.path}: {name} has K = {k}, no multiple of {spec.group}")
     scaled = (e, rows, k // spec.group)
-    codes = _take(path, source, name + _BLOCKS, (*scaled, _CODES), torch.uint8)
-    scales = _take(path, source, name + _SCALES, scaled, torch.uint8)
+    codes = _take(source, name + _BLOCKS, (*scaled, _CODES), torch.uint8)
+    scales = _take(source, name + _SCALES, scaled, torch.uint8)
     packed = torch.empty(e, rows, spec.row_bytes(k), dtype=torch.uint8)
     for i in range(e):  # one by one: a byte for each code
         words = codes[i].flatten(1).contiguous().view(torch.uint32)
         try:
             packed[i] = spec.pack(words, scales[i])
         except ValueError as error:
-            raise ValueError(f"{path}: {name} of expert {i}: {error}") from None
+            raise ValueError(f"{source.path}: {name} of expert {i}: {error}") from None
     return packed.flatten(0, 1)
 
 
-def _take(
-    path: Path, source: Source, name: str, shape: tuple[int, ...], dtype: torch.dtype
-) -> Tensor:
+def _take(source: Source, name: str, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
     """The tensor, which leaves source.keys; another float dtype becomes this one."""
-    if name not in source.keys:
-        raise ValueError(f"{path} has no tensor for {name}")
-    key, value = source.keys[name], source.read(name)
-    del source.keys[name]
+    key, value = source.keys.get(name), source.take(name)
     fits = value.dtype == dtype or (value.is_floating_point() and dtype.is_floating_point)
     if tuple(value.shape) != shape or not fits:
         raise ValueError(
-            f"{path}: {key} is {value.dtype} {list(value.shape)}; the model makes it {dtype} "
-            f"{list(shape)}"
+            f"{source.path}: {key} is {value.dtype} {list(value.shape)}; the model makes it "
+            f"{dtype} {list(shape)}"
         )
     return value.to(dtype)

@@ -50,30 +50,28 @@ def load_quantized(
     files = _files(path)
     config = config_of(path, {k: v for k, v in values.items() if k != "quantization_config"})
     with blaming(path, "no model fits its config"):
-        source = Source(files, config)
+        source = Source(path, files, config)
         found = source.dense_dtype(tuple(f".{leaf}" for leaf in method.leaves))
         model = empty_model(config, dtype or found or config.dtype or torch.float32)
     with source:
-        _fill(path, model, source, method, device)
+        _fill(model, source, method, device)
     return finish(path, model), read_tokenizer(path)
 
 
-def _fill(
-    path: Path, model: Any, source: Source, method: Method | Stacks, device: torch.device | str
-) -> None:
+def _fill(model: Any, source: Source, method: Method | Stacks, device: torch.device | str) -> None:
     if isinstance(method, Stacks):
-        experts = method.put(path, model, source, device)
-        fill(path, model, source, {}, None, device, experts)
+        experts = method.put(model, source, device)
+        fill(model, source, {}, None, device, experts)
         return
     packed = _packed(source, model, method)
     if not packed:
-        raise ValueError(f"{path} has no tensor <layer>.{method.leaves[0]}")
+        raise ValueError(f"{source.path} has no tensor <layer>.{method.leaves[0]}")
 
     def rows(owner: str, module: nn.Module) -> Rows:
-        with blaming(path, owner):
+        with blaming(source.path, owner):
             return _rows(source, packed[owner], owner, module, method)
 
-    fill(path, model, source, packed, rows, device)
+    fill(model, source, packed, rows, device)
 
 
 def is_quantized(path: Path) -> bool:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -19,12 +20,18 @@ class Source:
     """The tensors that a model of this config has a use for; the files are open while entered."""
 
     def __init__(
-        self, files: Sequence[str], config: Any, rename: Callable[[str], str | None] = str
+        self,
+        path: Path,
+        files: Sequence[str],
+        config: Any,
+        rename: Callable[[str], str | None] = str,
     ) -> None:
-        """rename gives the model's name of a tensor, None of one without use.
+        """path: of the checkpoint, in errors. rename gives the model's name of a tensor, None of
+        one without use.
 
         ValueError as read_headers.
         """
+        self.path = path
         self._opened = ExitStack()
         self._files: dict[str, Any] = {}
         self._found: dict[str, Found] = {}
@@ -67,3 +74,11 @@ class Source:
         if file not in self._files:
             self._files[file] = self._opened.enter_context(safe_open(file, framework="pt"))
         return self.convert(name, self._files[file].get_tensor(key))
+
+    def take(self, name: str) -> Tensor:
+        """The same tensor, which leaves the keys. ValueError: there is none."""
+        if name not in self.keys:
+            raise ValueError(f"{self.path} has no tensor for {name}")
+        tensor = self.read(name)
+        del self.keys[name]
+        return tensor

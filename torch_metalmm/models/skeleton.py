@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import threading
-from collections.abc import Iterator
+from collections.abc import Container, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -122,6 +122,20 @@ def empty_like(model: Any, dtype: torch.dtype) -> Any:
         del config.quantization_config
     with parameters_on_meta():
         return type(model)._from_config(config, dtype=dtype)
+
+
+def parameters_to_save(
+    model: Any, experts: Container[str]
+) -> Iterator[tuple[str, nn.Module, Tensor]]:
+    """(name, its module, value) of each tensor but those of these experts, and but the weight of a
+    tied head, which who reads GGUF files and MLX's ties again."""
+    head, embedding = model.get_output_embeddings(), model.get_input_embeddings()
+    for name, value in model.state_dict(keep_vars=True).items():
+        owner, _, leaf = name.rpartition(".")
+        module = model.get_submodule(owner)
+        is_tied = module is head and leaf == "weight" and value is embedding.weight
+        if owner not in experts and not is_tied:
+            yield name, module, value.detach()
 
 
 def tied_names(model: nn.Module) -> dict[str, list[str]]:

@@ -30,7 +30,7 @@ class Given:
     """A source of one tensor, which `rows` reads."""
 
     def __init__(self, name: str) -> None:
-        self.keys = {name: name}
+        self.keys, self.path = {name: name}, Path("x")
 
 
 def test_a_router_whose_weight_the_model_reads_is_decoded() -> None:
@@ -40,7 +40,6 @@ def test_a_router_whose_weight_the_model_reads_is_decoded() -> None:
     source: Any = Given("mlp.gate.weight")
     done = {"mlp.experts.up_proj", "mlp.experts.down_proj"}
     fill(
-        Path("x"),
         model,
         source,
         {"mlp.gate": ["mlp.gate.weight"]},

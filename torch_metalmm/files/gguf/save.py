@@ -18,7 +18,7 @@ from ...models.experts import homes
 from ...models.mtp import MtpHead
 from ...models.replace import dense_weight, is_conv1d, weight_shape
 from ...models.shard.apply import refuse_sharded
-from ...models.skeleton import empty_like
+from ...models.skeleton import empty_like, parameters_to_save
 from ...nn import QuantEmbedding, QuantLinear
 from ..staging import replaced
 from .architectures import llama3_divisors, metadata, model_config, refuse_spoiled
@@ -130,31 +130,23 @@ def _tensors(model: Any, architecture: str, row: Architecture) -> dict[str, tupl
     """{name in the file: (the tensor or its packed bytes, its format)}."""
     outline = empty_like(model, torch.float32)
     mapping = ProcessorMap(architecture, outline, model.config.to_dict(), row)
-    state = model.state_dict(keep_vars=True)
     names: dict[str, str] = {}
     own = row.names.values()
     for name, target in mapping.names().items():
         if name.split(".", 2)[-1] in own:
             names[target] = name
         names.setdefault(target, _full(name))  # of two layouts gguf's own name is that of one
-    head, embedding = model.get_output_embeddings(), model.get_input_embeddings()
     tensors: dict[str, tuple[Tensor, str]] = {}
     experts = homes(model, apart=dict(model.named_modules()))
     for owner, home in experts.items():
         tensors |= stored_experts(owner, home)
-    for target, value in state.items():
-        owner, _, leaf = target.rpartition(".")
-        if owner in experts:
-            continue
-        module = model.get_submodule(owner)
-        if module is head and leaf == "weight" and value is embedding.weight:
-            continue  # a file without output.weight has a tied head
+    for target, module, value in parameters_to_save(model, experts):
         if target not in names:
             raise ValueError(f"{target} has no place in a GGUF file of a {architecture} model")
         if sources := mapping.sources(target):
-            tensors |= _apart(sources, target, module, value.detach())
+            tensors |= _apart(sources, target, module, value)
             continue
-        tensors[names[target]] = _stored(mapping, names[target], target, module, value.detach())
+        tensors[names[target]] = _stored(mapping, names[target], target, module, value)
     divisors = llama3_divisors(model.config, architecture)
     if divisors is not None:
         tensors[ROPE_DIVISORS] = divisors.float(), "f32"
@@ -206,7 +198,7 @@ def _packed(
     if getattr(module, "input_order", None) is not None:
         raise ValueError(f"{target}: its layer gathers its input, which no GGUF file says")
     check_format(target, module.format)
-    k = module.embedding_dim if isinstance(module, QuantEmbedding) else module.in_features
+    k = weight_shape(module)[1]
     return _matrix(mapping, name, target, module.weight.detach(), k), module.format
 
 

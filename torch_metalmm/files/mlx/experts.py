@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterable
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -67,7 +66,6 @@ def rename(model: Any, keys: Iterable[str]) -> Callable[[str], str]:
 
 
 def put_experts(
-    path: Path,
     model: Any,
     source: Source,
     quantization: Quantization | None,
@@ -83,16 +81,15 @@ def put_experts(
         if name not in names:
             continue  # dense, as transformers has it
         for stack, part in home.stacks.items():
-            format, rows = _rows(path, source, quantization, f"{name}.{stack}", part.shape)
+            format, rows = _rows(source, quantization, f"{name}.{stack}", part.shape)
             part.put(model, [f"{name}.{stack}"], place(rows, device), format)
         for bias in [n for n, _ in home.made.named_parameters() if n.endswith("_bias")]:
-            _put_bias(path, source, name, home.made, bias, device)
+            _put_bias(source, name, home.made, bias, device)
         done.update(f"{name}.{leaf}" for leaf, _ in home.made.named_parameters())
     return done
 
 
 def _rows(
-    path: Path,
     source: Source,
     quantization: Quantization | None,
     name: str,
@@ -101,17 +98,18 @@ def _rows(
     """(format, uint8 [E rows, row_bytes]) of a stack."""
     e, rows, k = shape
     if f"{name}.weight" not in source.keys:
-        raise ValueError(f"{path} has no tensor for {name}, of {e} experts")
+        raise ValueError(f"{source.path} has no tensor for {name}, of {e} experts")
     key = source.keys[f"{name}.weight"].removesuffix(".weight")
-    codes = _take(source, f"{name}.weight")
+    codes = source.take(f"{name}.weight")
     if codes.dim() != 3 or codes.shape[:2] != (e, rows):
         raise ValueError(
-            f"{path}: {key}.weight is {list(codes.shape)}, the model has {e} experts of {rows} rows"
+            f"{source.path}: {key}.weight is {list(codes.shape)}, the model has {e} experts of "
+            f"{rows} rows"
         )
     if f"{name}.scales" not in source.keys:
         if codes.shape != shape or not codes.is_floating_point():
             raise ValueError(
-                f"{path}: {key}.weight is {codes.dtype} {list(codes.shape)}, no floats "
+                f"{source.path}: {key}.weight is {codes.dtype} {list(codes.shape)}, no floats "
                 f"{list(shape)}, and has no scales"
             )
         format = dense_format(codes)
@@ -119,9 +117,9 @@ def _rows(
     planes: list[Tensor | None] = [codes]
     for leaf in ("scales", "biases"):
         is_there = f"{name}.{leaf}" in source.keys
-        planes.append(_take(source, f"{name}.{leaf}") if is_there else None)
+        planes.append(source.take(f"{name}.{leaf}") if is_there else None)
     assert quantization is not None and planes[1] is not None
-    with blaming(path, key):
+    with blaming(source.path, key):
         if any(p is not None and (p.dim() != 3 or p.shape[:2] != (e, rows)) for p in planes):
             raise ValueError(f"scales and biases are not those of {e} experts of {rows} rows")
         scales, biases = (None if p is None else p.flatten(0, 1) for p in planes[1:])
@@ -132,28 +130,17 @@ def _rows(
         return format, pack(format, *given)
 
 
-def _put_bias(
-    path: Path, source: Source, name: str, made: QuantExperts, bias: str, device: Any
-) -> None:
+def _put_bias(source: Source, name: str, made: QuantExperts, bias: str, device: Any) -> None:
     own = made.get_parameter(bias)
     stacks = (GATE, UP) if bias == f"{GATE_UP}_bias" else (bias.removesuffix("_bias"),)
-    parts = []
-    for stack in stacks:
-        if f"{name}.{stack}.bias" not in source.keys:
-            raise ValueError(f"{path} has no tensor for {name}.{stack}.bias")
-        parts.append(_take(source, f"{name}.{stack}.bias"))
-    value = torch.cat(parts, -1)
+    value = torch.cat([source.take(f"{name}.{stack}.bias") for stack in stacks], -1)
     if value.shape != own.shape:
-        raise ValueError(f"{path}: {name}.{bias} is {list(value.shape)}, not {list(own.shape)}")
+        raise ValueError(
+            f"{source.path}: {name}.{bias} is {list(value.shape)}, not {list(own.shape)}"
+        )
     if not value.is_floating_point():
-        raise ValueError(f"{path}: {name}.{bias} is {value.dtype}, not a float dtype")
+        raise ValueError(f"{source.path}: {name}.{bias} is {value.dtype}, not a float dtype")
     setattr(made, bias, nn.Parameter(value.to(device, own.dtype), requires_grad=False))
-
-
-def _take(source: Source, name: str) -> Tensor:
-    tensor = source.read(name)
-    del source.keys[name]
-    return tensor
 
 
 def stored_experts(

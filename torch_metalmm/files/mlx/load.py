@@ -71,7 +71,7 @@ def load_mlx(
     config = _config(path, values)
     with blaming(path, "no model fits its config"):
         headers = read_headers(files)
-        source = Source(files, config, _renamed(config, headers))
+        source = Source(path, files, config, _renamed(config, headers))
         if is_shifted(config.model_type, headers.values()):
             source.convert = unshifted
         found = source.dense_dtype((".scales", ".biases"))
@@ -79,12 +79,11 @@ def load_mlx(
     if mesh is not None:
         refuse_experts(model)  # before their tensors are read; shard_ would do it after that
     with source:
-        put(path, model, source, quantization, device, mesh, plan)
+        put(model, source, quantization, device, mesh, plan)
     return finish(path, model), read_tokenizer(path)
 
 
 def put(
-    path: Path,
     model: Any,
     source: Source,
     quantization: Quantization | None,
@@ -97,16 +96,16 @@ def put(
     of_experts = rename(model, source.keys)
     source.keys = {of_experts(name): key for name, key in source.keys.items()}
     owners = {name.removesuffix(".scales") for name in source.keys if name.endswith(".scales")}
-    _check_layers(path, source, owners, quantization)
-    experts = put_experts(path, model, source, quantization, device)
+    _check_layers(source, owners, quantization)
+    experts = put_experts(model, source, quantization, device)
     owners = {name for name in owners if f"{name}.scales" in source.keys}
     leaves = ("weight", "scales", "biases")
     packed = {o: [n for n in (f"{o}.{e}" for e in leaves) if n in source.keys] for o in owners}
     if mesh is not None:
-        _put_empty(path, model, source, quantization, owners)
+        _put_empty(model, source, quantization, owners)
         shard_(model, mesh, plan)
-    rows = partial(_packed, path, source, quantization)
-    fill(path, model, source, packed, rows, device, {*experts, *done})
+    rows = partial(_packed, source, quantization)
+    fill(model, source, packed, rows, device, {*experts, *done})
 
 
 def _renamed(config: Any, keys: Collection[str]) -> Callable[[str], str | None]:
@@ -160,34 +159,32 @@ def _config(path: Path, values: dict[str, Any]) -> Any:
     return text if text.model_type in SHIFTED else config
 
 
-def _check_layers(
-    path: Path, source: Source, packed: set[str], quantization: Quantization | None
-) -> None:
+def _check_layers(source: Source, packed: set[str], quantization: Quantization | None) -> None:
     """ValueError where the config and the scales tell of different layers."""
     names = {_key(source, owner) for owner in packed}
     if quantization is None:
         if names:
-            raise ValueError(f"{path}: {min(names)} has scales, but config.json no quantization")
+            raise ValueError(
+                f"{source.path}: {min(names)} has scales, but config.json no quantization"
+            )
         return
     for name, packing in quantization.layers.items():
         if packing is None and name in names:
-            raise ValueError(f"{path}: {name} has scales, but the config leaves it dense")
+            raise ValueError(f"{source.path}: {name} has scales, but the config leaves it dense")
         if packing is not None and name not in names and f"{name}.weight" in source.keys.values():
-            raise ValueError(f"{path}: the config quantizes {name}, but {name}.scales is missing")
+            raise ValueError(
+                f"{source.path}: the config quantizes {name}, but {name}.scales is missing"
+            )
 
 
 def _put_empty(
-    path: Path,
-    model: Any,
-    source: Source,
-    quantization: Quantization | None,
-    owners: set[str],
+    model: Any, source: Source, quantization: Quantization | None, owners: set[str]
 ) -> None:
     """Packed layers without data, from whose formats and sizes shard_ sees what to divide."""
     ties = tied_names(model)
     for owner in sorted(owners):
-        layer = layer_of(path, model, source, owner, [f"{owner}.scales"])
-        format = _tensors(path, source, quantization, owner, layer)[0]
+        layer = layer_of(model, source, owner, [f"{owner}.scales"])
+        format = _tensors(source, quantization, owner, layer)[0]
         n, k = weight_shape(layer)
         row = formats.get(format).row_bytes(k)
         empty = torch.empty(n, row, dtype=torch.uint8, device="meta")
@@ -195,29 +192,29 @@ def _put_empty(
 
 
 def _packed(
-    path: Path, source: Source, quantization: Quantization | None, owner: str, module: nn.Module
+    source: Source, quantization: Quantization | None, owner: str, module: nn.Module
 ) -> Rows:
     """The packed bytes of a quantized layer, of a sharded one this rank's."""
-    format, codes, scales, biases = _tensors(path, source, quantization, owner, module)
+    format, codes, scales, biases = _tensors(source, quantization, owner, module)
     planes = [codes, scales] if biases is None else [codes, scales, biases]
     if isinstance(module, Sharded):
         planes = part_of_planes(module.shard, planes)
-    with blaming(path, _key(source, owner)):
+    with blaming(source.path, _key(source, owner)):
         return Rows(format, pack(format, *planes))
 
 
 def _tensors(
-    path: Path, source: Source, quantization: Quantization | None, owner: str, module: nn.Module
+    source: Source, quantization: Quantization | None, owner: str, module: nn.Module
 ) -> tuple[str, Tensor, Tensor, Tensor | None]:
     """The format of a quantized layer, and the whole layer's codes, scales and biases."""
     assert quantization is not None
     key = _key(source, owner)
     if f"{owner}.weight" not in source.keys:
-        raise ValueError(f"{path}: {key}.weight is missing")
+        raise ValueError(f"{source.path}: {key}.weight is missing")
     codes, scales = source.read(f"{owner}.weight"), source.read(f"{owner}.scales")
     biases = source.read(f"{owner}.biases") if f"{owner}.biases" in source.keys else None
     n, k = whole_shape(module)
-    with blaming(path, key):
+    with blaming(source.path, key):
         format = quantization.of(key, codes, scales, k).format(scales.dtype)
         if codes.shape[0] != n:
             raise ValueError(f"weight is {list(codes.shape)}, the model has {n} rows")

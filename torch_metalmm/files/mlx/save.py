@@ -13,8 +13,9 @@ from torch import Tensor
 from ...extras import HF, require
 from ...models.attach import is_transformers_model, quantized_by_another
 from ...models.experts import homes
-from ...models.replace import is_conv1d
+from ...models.replace import is_conv1d, weight_shape
 from ...models.shard.apply import refuse_sharded
+from ...models.skeleton import parameters_to_save
 from ...nn import QuantEmbedding, QuantLinear
 from ..folder import read_config
 from ..owned import CONFIG, INDEX, mlx_weights, obsolete_tokenizer, prepare_folder
@@ -70,7 +71,6 @@ def _mlx_tensors(model: Any) -> tuple[dict[str, Tensor], dict[str, Packing]]:
     mlx, ours = PREFIXES.get(model.config.model_type, ("", ""))
     tensors: dict[str, Tensor] = {}
     layers: dict[str, Packing] = {}
-    head, embedding = model.get_output_embeddings(), model.get_input_embeddings()
     experts = homes(model, apart=dict(model.named_modules()))
     for owner, home in experts.items():
         stacks, packings = stored_experts(owner, home, model.config.model_type)
@@ -79,13 +79,8 @@ def _mlx_tensors(model: Any) -> tuple[dict[str, Tensor], dict[str, Packing]]:
     blocks = {
         owner.rpartition(".")[0]: of_block(owner, model.config.model_type) for owner in experts
     }
-    for name, value in model.state_dict(keep_vars=True).items():
+    for name, module, value in parameters_to_save(model, experts):
         owner, _, leaf = name.rpartition(".")
-        if owner in experts:
-            continue
-        module = model.get_submodule(owner)
-        if module is head and leaf == "weight" and value is embedding.weight:
-            continue  # mlx-lm ties it again
         key = mlx + owner.removeprefix(ours) if owner.startswith(ours) else owner
         block = next((b for b in blocks if key.startswith(f"{b}.")), None)
         if block is not None:
@@ -93,13 +88,11 @@ def _mlx_tensors(model: Any) -> tuple[dict[str, Tensor], dict[str, Packing]]:
         if leaf == "input_order":
             raise ValueError(f"{owner} gathers its input, which no layer of MLX does")
         if leaf == "weight" and isinstance(module, QuantLinear | QuantEmbedding):
-            k = module.embedding_dim if isinstance(module, QuantEmbedding) else module.in_features
-            parts = unpack(owner, module.format, module.weight.detach(), k)
+            parts = unpack(owner, module.format, value, weight_shape(module)[1])
             if "scales" in parts:
                 layers[key] = packing_of(module.format)
         else:
-            dense = value.detach()
-            parts = {leaf: dense.t() if leaf == "weight" and is_conv1d(module) else dense}
+            parts = {leaf: value.t() if leaf == "weight" and is_conv1d(module) else value}
         tensors.update({f"{key}.{part}": t.contiguous().cpu() for part, t in parts.items()})
     return tensors, layers
 
