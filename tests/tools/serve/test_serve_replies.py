@@ -8,11 +8,10 @@ from typing import Any
 import pytest
 
 from torch_metalmm.tools.serve.calling import Calls
-from torch_metalmm.tools.serve.engine import Finish
+from torch_metalmm.tools.serve.engine import Finish, Prompt
 from torch_metalmm.tools.serve.errors import ApiError, naming
 from torch_metalmm.tools.serve.messages import MessageReply
 from torch_metalmm.tools.serve.ollama import OllamaChat, OllamaReply
-from torch_metalmm.tools.serve.prompts import Prompt
 from torch_metalmm.tools.serve.replies import ChatReply
 from torch_metalmm.tools.serve.responses import ResponseReply, Responses
 

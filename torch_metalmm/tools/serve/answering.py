@@ -13,11 +13,11 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.responses import JSONResponse, Response, StreamingResponse
 
 from .calling import Wanted
-from .engine import Engine, Finish, Job
+from .engine import Engine, Finish, Job, Prompt
 from .errors import ApiError, unsupported, wrong
 from .feed import Feed
 from .metrics import Metrics
-from .prompts import Prompt, Prompts
+from .prompts import Prompts
 from .replies import Reply
 from .schema import Asked, Chat, Completion, Generation
 from .weights import Scores

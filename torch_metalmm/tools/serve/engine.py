@@ -10,6 +10,7 @@ from concurrent.futures import Future
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from queue import SimpleQueue
+from types import MappingProxyType
 from typing import Any, NamedTuple, Protocol, TypeVar
 
 import torch
@@ -32,6 +33,15 @@ class Finish(NamedTuple):
     right_guesses: int = 0  # of the new tokens, computed in a step with others before them
     wrong_guesses: int = 0
     stop: str = ""  # the string that ended it
+
+
+class Prompt(NamedTuple):
+    """What an answer goes on from."""
+
+    text: str
+    ids: list[int]
+    room: int  # tokens that may follow
+    inputs: Mapping[str, Any] = MappingProxyType({})  # of images, as Job has them
 
 
 @dataclass(eq=False)

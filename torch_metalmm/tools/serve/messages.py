@@ -9,8 +9,8 @@ from typing import Any
 
 from ..chat.marks import TEXT, THOUGHT
 from .blocks import BlockReply, functions_of, new_id, objects, text_of
+from .engine import Prompt
 from .errors import ApiError, unsupported, wrong
-from .prompts import Prompt
 from .replies import ChatReply, Object, Reply, event
 from .schema import Asked, Chat
 

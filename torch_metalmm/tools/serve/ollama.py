@@ -10,9 +10,8 @@ from datetime import datetime, timezone
 from typing import Any, ClassVar, TypeVar
 
 from .blocks import objects
-from .engine import Finish
+from .engine import Finish, Prompt
 from .errors import ApiError, unsupported, wrong
-from .prompts import Prompt
 from .replies import CompletionReply, Object, Reply
 from .schema import Asked, Chat, Completion, Request, validated, warn_once
 from .weights import Scored

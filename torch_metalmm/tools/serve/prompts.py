@@ -4,15 +4,14 @@ from __future__ import annotations
 
 import json
 import threading
-from collections.abc import Mapping
-from types import MappingProxyType
-from typing import Any, NamedTuple
+from typing import Any
 
 from ..chat.marks import CALL, MARKS, opened_by
 from ..chat.session import context_of
 from ..chat.stream import hidden_tokens
 from ..chat.template import Template
 from .calling import Wanted
+from .engine import Prompt
 from .errors import ApiError, too_long, unsupported, wrong
 from .forms import Form, Forms
 from .pictures import content_of, taken_out
@@ -30,15 +29,6 @@ _GAPS = (
 )
 _DEFAULT_NEW = 16  # tokens of completions: OpenAI's
 _ROLES = ("system", "developer", "user", "assistant", "tool")
-
-
-class Prompt(NamedTuple):
-    """What an answer goes on from."""
-
-    text: str
-    ids: list[int]
-    room: int  # tokens that may follow
-    inputs: Mapping[str, Any] = MappingProxyType({})  # of images, as Job has them
 
 
 class Prompts:

@@ -9,9 +9,9 @@ from typing import Any, Literal
 
 from ..chat.marks import TEXT
 from .blocks import BlockReply, functions_of, new_id, objects, text_of
+from .engine import Prompt
 from .errors import ApiError, unsupported, wrong
 from .pictures import content_of
-from .prompts import Prompt
 from .replies import ChatReply, Object, Reply, event
 from .schema import Asked, Chat, StreamOptions
 

@@ -9,16 +9,14 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from functools import cache, cached_property
-from typing import TYPE_CHECKING, Any, ClassVar, Literal, TypeVar, cast
+from typing import Any, ClassVar, Literal, TypeVar, cast
 
 from ..chat.marks import CALL, MARKS
 from ..chat.session import Options
 from .calling import Calls, Wanted, calls_of, schema_text
+from .engine import Prompt
 from .errors import ApiError, unsupported, wrong
 from .replies import ChatReply, Choices, CompletionReply, Object, Reply, Spell
-
-if TYPE_CHECKING:
-    from .prompts import Prompt
 
 _LOG = logging.getLogger(__name__)
 # Fields that cannot change an answer: hints for a service's accounts, caches and machines, and what
