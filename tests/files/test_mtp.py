@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import shutil
 from pathlib import Path
 from typing import Any
@@ -18,6 +19,7 @@ from transformers.modeling_layers import MtpModel
 
 from torch_metalmm import PackedCache, QuantLinear, load_mtp, load_packed, quantize_, save_gguf
 from torch_metalmm.files.mtp import HEAD_FILE
+from torch_metalmm.hf.config import stored_config
 from torch_metalmm.tools import cli
 
 # {architecture: the case of its record, in f32}
@@ -95,11 +97,17 @@ def test_a_head_goes_back_into_a_file(
     assert bool(fields_of(made).get(f"{architecture}.nextn_predict_layers")) != said
 
 
-def test_a_folder_becomes_a_file_with_its_head(tmp_path: Path) -> None:
-    like, tokenizer, _ = load_quietly(write_record(tmp_path / "m.gguf", "glm4-moe"))
+def published(path: Path) -> tuple[Any, Path]:
+    """(a model, its folder with a tokenizer and a head)."""
+    like, tokenizer, _ = load_quietly(write_record(path / "m.gguf", "glm4-moe"))
     model = trunk("glm4_moe", vocab_size=like.config.vocab_size)
-    folder, file = folder_with_head(model, tmp_path / "dense"), tmp_path / "x.gguf"
+    folder = folder_with_head(model, path / "dense")
     tokenizer.save_pretrained(folder)
+    return model, folder
+
+
+def test_a_folder_becomes_a_file_with_its_head(tmp_path: Path) -> None:
+    (model, folder), file = published(tmp_path), tmp_path / "x.gguf"
     flags = ["--format", "q8_0", "--output", str(file)]
     assert cli.main(["quantize", str(folder), *flags]) == 0
     loaded, _, _ = load_quietly(file)
@@ -107,6 +115,42 @@ def test_a_folder_becomes_a_file_with_its_head(tmp_path: Path) -> None:
     assert got.eh_proj.format == want.eh_proj.format == "q8_0" and got.dtype == want.dtype
     (logits, row), (expected, wanted) = _both(loaded, got), _both(model, want)
     assert torch.equal(logits, expected) and torch.equal(row, wanted)
+
+
+@pytest.mark.parametrize("missing", [None, "enorm"])
+def test_a_file_without_a_head_that_cannot_be_read(
+    missing: str | None, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The second file of the same tensors, or a part that is missing, is the reason given."""
+    (_, folder), file = published(tmp_path), tmp_path / "x.gguf"
+    tensors = load_file(folder / "model.safetensors")
+    tensors = {n: t for n, t in tensors.items() if n != f"model.layers.2.{missing}.weight"}
+    save_file(tensors, folder / "model.safetensors", {"format": "pt"})
+    if missing is None:
+        shutil.copy(folder / "model.safetensors", folder / "model.fp16.safetensors")
+    flags = ["--format", "q8_0", "--output", str(file)]
+    assert cli.main(["quantize", str(folder), *flags]) == 0
+    why = "no enorm.weight" if missing else "model.fp16.safetensors and in"
+    assert re.search(f"without the head for later tokens of .*{why}", capsys.readouterr().err)
+    assert "glm4moe.nextn_predict_layers" not in fields_of(file)
+    assert load_quietly(file)[0].model.layers[1].self_attn.q_proj.format == "q8_0"
+
+
+def test_the_command_packs_a_head_as_its_options_say(tmp_path: Path) -> None:
+    """The head of a folder and, packed already, of a file."""
+    source = published(tmp_path)[1]
+    for own, rest in (("q8_0", "q5_0"), ("q5_1", "q4_0")):
+        file = tmp_path / f"{rest}.gguf"
+        command = ["--pattern", f"*.self_attn.*={own}", "--pattern", f"*.experts={own}"]
+        command += ["--format", rest, "--output", str(file)]
+        assert cli.main(["quantize", str(source), *command]) == 0
+        head, source = load_mtp(load_quietly(file)[0], file), file
+        packed = stored_config(head)
+        assert packed is not None and head.eh_proj.format == rest
+        layer = {n: f for n, f in packed.modules.items() if n.startswith("block.model.layers.0.")}
+        named = {n for n in layer if ".self_attn." in n or ".experts." in n}
+        assert len(named) == 7 and len(layer) > len(named)
+        assert all(format == (own if n in named else rest) for n, format in layer.items()), layer
 
 
 def _both(model: Any, head: Any) -> Any:
@@ -219,6 +263,18 @@ def test_of_several_heads_the_first_is_read(tmp_path: Path) -> None:
         more = {n.replace(own, other): -t for n, t in weights.items() if n.startswith(own)}
         save_file(weights | more, folder / "model.safetensors")
         assert more and same(load_mtp(dense, folder), want)
+
+
+def test_names_without_mtp_count_where_no_other_head_is(tmp_path: Path) -> None:
+    model = trunk("qwen3_next")
+    folder = folder_with_head(model, tmp_path)
+    want, tensors = load_mtp(model, folder), load_file(folder / "model.safetensors")
+    bare = {n.removeprefix("mtp."): -t for n, t in tensors.items() if n.startswith("mtp.")}
+    save_file(bare, folder / "others.safetensors")
+    assert same(load_mtp(model, folder), want)
+    (tmp_path / "alone").mkdir()
+    save_file(bare, tmp_path / "alone" / "model.safetensors")
+    assert torch.equal(load_mtp(model, tmp_path / "alone").enorm.weight, -want.enorm.weight)
 
 
 def test_no_head(tmp_path: Path) -> None:

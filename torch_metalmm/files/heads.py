@@ -22,34 +22,40 @@ from .mlx.shifted import SHIFTED, has_sums, text_name, unshifted
 from .source import Source
 from .untrusted import check_index
 
-# Names of a checkpoint's tensors, and those of a model of one layer or of MtpHead. Qwen3-Next,
-# Qwen3.5 and EXAONE-MoE have the first, DeepSeek-V3 and GLM the second, behind their layers.
-_NAMES = {
-    r"(?:(?:model\.)?mtp\.)?layers\.0\.(.+)": r"model.layers.0.\1",
-    r"(?:(?:model\.)?mtp\.)?norm\.(.+)": r"model.norm.\1",
-    r"(?:(?:model\.)?mtp\.)?fc\.(.+)": r"eh_proj.\1",
-    r"(?:(?:model\.)?mtp\.)?pre_fc_norm_embedding\.(.+)": r"enorm.\1",
-    r"(?:(?:model\.)?mtp\.)?pre_fc_norm_hidden\.(.+)": r"hnorm.\1",
-    r"model\.layers\.LAYERS\.(?:embed_tokens|shared_head\.head)\..+": "",  # the model's
-    r"model\.layers\.LAYERS\.shared_head\.norm\.(.+)": r"model.norm.\1",
-    r"model\.layers\.LAYERS\.(enorm|hnorm|eh_proj)\.(.+)": r"\1.\2",
-    r"model\.layers\.LAYERS\.(.+)": r"model.layers.0.\1",
+# Names of a head's tensors behind its prefix, and those of a model of one layer or of MtpHead.
+_MTP = {  # Qwen3-Next, Qwen3.5, EXAONE-MoE
+    r"layers\.0\.(.+)": r"model.layers.0.\1",
+    r"norm\.(.+)": r"model.norm.\1",
+    r"fc\.(.+)": r"eh_proj.\1",
+    r"pre_fc_norm_embedding\.(.+)": r"enorm.\1",
+    r"pre_fc_norm_hidden\.(.+)": r"hnorm.\1",
+}
+_LAYER = {  # DeepSeek-V3 and GLM, behind their layers
+    r"(?:embed_tokens|shared_head\.head)\..+": "",  # the model's
+    r"shared_head\.norm\.(.+)": r"model.norm.\1",
+    r"(enorm|hnorm|eh_proj)\.(.+)": r"\1.\2",
+    r"(.+)": r"model.layers.0.\1",
 }
 
 
 def source_of_head(path: Path, model: Any) -> Source:
-    """The tensors of the folder's head, by the names of a model of one layer and of MtpHead.
+    """The tensors of the folder's head, by the names of a model of one layer and of MtpHead: those
+    of `mtp`, else those of the layer behind the last, else those without a prefix.
 
     ValueError: there is none, or it lacks one of OWN.
     """
-    text = model.config.get_text_config(decoder=True)
-    names = {of.replace("LAYERS", str(text.num_hidden_layers)): n for of, n in _NAMES.items()}
+    text, files = model.config.get_text_config(decoder=True), _files(path)
+    behind = rf"model\.layers\.{text.num_hidden_layers}\."
+    places = {r"(?:model\.)?mtp\.": _MTP, behind: _LAYER, "": _MTP}
+    given = [text_name(key) or "" for key in read_headers(files)]
+    prefix = next((p for p in places if any(re.match(p, name) for name in given)), "")
+    names = {re.compile(prefix + of): name for of, name in places[prefix].items()}
 
     def renamed(key: str) -> str | None:
         name = text_name(key) or ""
-        return next((m.expand(n) for of, n in names.items() if (m := re.fullmatch(of, name))), None)
+        return next((m.expand(n) for of, n in names.items() if (m := of.fullmatch(name))), None)
 
-    source = Source(path, _files(path), model.config, renamed)
+    source = Source(path, files, model.config, renamed)
     source.keys.pop("", None)
     if not any(name.startswith("model.layers.0.") for name in source.keys):
         raise ValueError(
@@ -63,8 +69,8 @@ def source_of_head(path: Path, model: Any) -> Source:
     return source
 
 
-def copy_head(source: Path, file: Path) -> bool:
-    """Write the tensors of a folder's heads to a file, as they are; False: it has none.
+def copy_head(source: Path, file: Path) -> None:
+    """Write the tensors of a folder's heads to a file, as they are.
 
     ValueError: a file is no whole safetensors file.
     """
@@ -75,9 +81,7 @@ def copy_head(source: Path, file: Path) -> bool:
     for name, keys in _of_heads(source).items():
         with safe_open(name, framework="pt") as opened:
             held |= {key: opened.get_tensor(key) for key in keys}
-    if held:
-        save_file(held, file)
-    return bool(held)
+    save_file(held, file)
 
 
 def has_head(source: Path) -> bool:

@@ -16,45 +16,62 @@ from ..extras import HF, require
 from ..models.finite import check_finite
 from ..models.mtp import MtpHead
 from ..models.quantize import quantize_
+from ..models.replace import packable
 from ..models.skeleton import empty_model
+from ..models.spec import Spec, chooser_of
 from ..nn import QuantLinear
 from .blame import blaming
-from .folder import read_config
+from .folder import is_packed, read_config
 from .gguf.nextn import mtp_of_gguf
 from .gguf.split import is_gguf
 from .heads import source_of_head
+from .mlx.layout import Quantization
 from .mlx.load import pop_quantization, put
 from .source import Source
 
 # Of a packed folder: transformers reads it no more than the tensors in it.
 HEAD_FILE = "mtp.safetensors"
+_LAYER = "block.model.layers.0."  # of an MtpHead
 
 
-def load_mtp(model: Any, path: str | os.PathLike[str], format: str | None = None) -> MtpHead:
+def load_mtp(model: Any, path: str | os.PathLike[str], format: Spec | None = None) -> MtpHead:
     """The head of the checkpoint that the model was loaded from, for drafts of later tokens.
 
-    path: a GGUF file with a nextn layer, or a folder of MLX with a packed head, whose bytes stay
-    packed; or a folder of transformers or MLX with tensors `mtp.*` or, as DeepSeek-V3 and GLM, of a
-    layer behind the last (heads.py has the places), which are packed as `format` (by default the
-    commonest of the model's packed layers, or not where it has none). Of several heads the first
-    is read. The embedding and the output head are the model's own. Give generate() a
-    `Mtp(model, head)` of hf.mtp as its draft; fuse_(head, cache=...) makes its ops fewer.
+    path: a GGUF file with a nextn layer; or a folder of transformers or MLX, or a packed one, with
+    tensors `mtp.*` or, as DeepSeek-V3 and GLM, of a layer behind the last (heads.py has the
+    places). format: a spec as quantize_ takes it, for the layer behind the model's last and its
+    eh_proj (`model.layers.46.eh_proj`, say); a pattern may match none. By default a head that GGUF
+    or MLX packed keeps its bytes, and another is packed in the commonest format of the model's
+    packed layers, or not where it has none. Of several heads the first is read. The embedding and
+    the output head are the model's own. Give generate() a `Mtp(model, head)` of hf.mtp as its
+    draft; fuse_(head, cache=...) makes its ops fewer.
 
-    FileNotFoundError; ValueError: the checkpoint has no such head, or one that does not fit.
+    FileNotFoundError; ValueError: the checkpoint has no such head, or one that does not fit;
+    format, as of quantize_. TypeError: format is no spec.
     """
     require("load_mtp", *HF)
     path = Path(path)
     if not path.exists():
         raise FileNotFoundError(f"no such file or folder: {path}")
     if is_gguf(path):
-        return mtp_of_gguf(model, path)
+        head, packed = mtp_of_gguf(model, path), True
+    else:
+        head, packed = _of_folder(model, path)
+    spec = format or (None if packed else _commonest(model))
+    if spec is not None:
+        _pack(head, spec, model.config.get_text_config(decoder=True).num_hidden_layers)
+    return head.requires_grad_(False).eval()
+
+
+def _of_folder(model: Any, path: Path) -> tuple[MtpHead, bool]:
+    """(the head, whether MLX has packed it)."""
     with source_of_head(path, model) as source:
         of_layer = {n: key for n, key in source.keys.items() if n.startswith("model.")}
         own = {n: key for n, key in source.keys.items() if n not in of_layer}
-        is_packed = any(n.endswith(".scales") or ".switch_mlp." in n for n in source.keys)
-        quantization = pop_quantization(path, read_config(path)) if is_packed else None
+        packed = any(n.endswith(".scales") or ".switch_mlp." in n for n in source.keys)
+        quantization = _quantization(path) if packed else None
         source.keys = of_layer
-        if is_packed:
+        if packed:
             head = MtpHead(model, empty_model(_one_layer(model), model.dtype))
             block = head.block
             shared = {n for n in block.state_dict() if not n.startswith("model.layers.")}
@@ -65,12 +82,30 @@ def load_mtp(model: Any, path: str | os.PathLike[str], format: str | None = None
         source.keys = own
         done = {name for name in head.state_dict() if name.startswith("block.")}
         put(head, source, quantization, model.device, done=done)
-    format = format or _commonest(model)
-    if format is not None and not is_packed:
-        quantize_(block.get_decoder().layers, format, progress=False)
-        quantize_(head, {"eh_proj": format}, progress=False)
     check_finite(path, head)
-    return head.requires_grad_(False).eval()
+    return head, packed
+
+
+def _quantization(path: Path) -> Quantization | None:
+    """What the config says of a head that MLX packed: nothing in a packed folder, into which the
+    head came as it was. The shapes of its tensors tell MLX's modes apart."""
+    return Quantization({}) if is_packed(path) else pop_quantization(path, read_config(path))
+
+
+def _pack(head: MtpHead, spec: Spec, number: int) -> None:
+    """Pack the head's own layers, which the spec knows as the model's layer of that number."""
+    chooser = chooser_of(spec)
+
+    def format_of(name: str, module: nn.Module) -> str | None:
+        if not name.startswith((_LAYER, "eh_proj")):
+            return None  # the model's
+        own = f"model.layers.{number}.{name.removeprefix(_LAYER)}"
+        names = [own]
+        if not packable(module) and not callable(spec):
+            names.append(own.rpartition(".")[0])  # of experts, whose name is that of a stack
+        return chooser([(each, module) for each in names])
+
+    quantize_(head, format_of, progress=False)
 
 
 def _one_layer(model: Any) -> Any:

@@ -191,7 +191,7 @@ def _quantize(args: argparse.Namespace) -> None:
         return model, tokenizer
 
     if args.output.suffix == ".gguf":
-        to_file(args.source, args.output, args.force, spec.values(), make)
+        to_file(args.source, args.output, args.force, spec, make)
         size = args.output.stat().st_size
     else:
         to_folder(args.source, args.output, args.force, make)

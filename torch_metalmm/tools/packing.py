@@ -4,14 +4,18 @@ from __future__ import annotations
 
 import sys
 import tempfile
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 if TYPE_CHECKING:
     import torch
     from torch import Tensor
+
+    from ..models.mtp import MtpHead
+
+Head = TypeVar("Head")
 
 
 def load_dense(folder: Path, device: str, dtype: torch.dtype | None) -> tuple[Any, Any]:
@@ -48,18 +52,16 @@ def to_file(
     source: Path,
     output: Path,
     force: bool,
-    formats: Iterable[str | None],
+    spec: Mapping[str, str | None],
     make: Callable[[], tuple[Any, Any]],
 ) -> None:
-    """Write what `make` makes of the source, in `formats`, as a GGUF file.
+    """Write what `make` makes of the source as a GGUF file, its head packed by the spec, too.
 
     ValueError, before anything is made: GGUF does not have a format, or the file is one of those
     that the source is made of. ValueError: the source has no tokenizer.
     """
-    from ..files.gguf.save import check_target, has_nextn, save_gguf
+    from ..files.gguf.save import check_target, save_gguf
     from ..files.gguf.split import is_gguf, part_paths
-    from ..files.heads import has_head
-    from ..files.mtp import load_mtp
     from ..models.ggml import type_names
     from ..models.mixtures import MIXTURES
 
@@ -68,18 +70,13 @@ def to_file(
         read = part_paths(source)
         if any(output.samefile(path) for path in read):
             raise ValueError(f"--output {output} is one of the {len(read)} files of the source")
-    for format in formats:
+    for format in spec.values():
         if format is not None and format not in {*type_names().values(), *MIXTURES}:
             raise ValueError(f"--output {output}: GGUF does not have the format {format}")
     model, tokenizer = make()
     if tokenizer is None:
         raise ValueError(f"{source} has no tokenizer, without which no program reads a GGUF file")
-    head = None
-    if has_head(source):
-        if has_nextn(model.config):
-            head = load_mtp(model, source)
-        else:
-            _say_without_head(source, output)
+    head = _kept(source, output, lambda: _head_for_file(model, source, spec))
     save_gguf(model, tokenizer, output, replace=force, head=head)
 
 
@@ -88,12 +85,9 @@ def to_folder(source: Path, output: Path, force: bool, make: Callable[[], tuple[
     sentence-transformers has there, and the heads for later tokens that it has, as they are; a
     new folder is gone again if that fails."""
     from ..files.folder import is_packed, replaceable_weights
-    from ..files.gguf.split import is_gguf
-    from ..files.heads import copy_head, has_head
     from ..files.mtp import HEAD_FILE
     from ..files.owned import prepare_folder
     from ..files.processor import processor_files
-    from ..files.quantized import is_quantized
     from ..hf.packed import save_beside
     from .sentences import files_beside
 
@@ -105,11 +99,8 @@ def to_folder(source: Path, output: Path, force: bool, make: Callable[[], tuple[
     try:
         model, tokenizer = make()
         with tempfile.TemporaryDirectory() as folder:
-            head = Path(folder) / HEAD_FILE
-            if is_gguf(source) or is_quantized(source):
-                if has_head(source):
-                    _say_without_head(source, output)
-            elif copy_head(source, head):
+            head = _kept(source, output, lambda: _head_for_folder(source, Path(folder)))
+            if head is not None:
                 beside[HEAD_FILE] = head
             save_beside(model, tokenizer, output, beside, stale={HEAD_FILE})
     except BaseException:
@@ -119,5 +110,41 @@ def to_folder(source: Path, output: Path, force: bool, make: Callable[[], tuple[
         raise
 
 
-def _say_without_head(source: Path, output: Path) -> None:
-    print(f"{output}: without the head for later tokens of {source}", file=sys.stderr)
+def _kept(source: Path, output: Path, head: Callable[[], Head]) -> Head | None:
+    """The head of the source as the output gets it; None: it has none, or one that the output
+    cannot have (ValueError of `head`), which is said."""
+    from ..files.heads import has_head
+
+    try:
+        return head() if has_head(source) else None
+    except ValueError as error:
+        print(f"{output}: without the head for later tokens of {source}: {error}", file=sys.stderr)
+        return None
+
+
+def _head_for_file(model: Any, source: Path, spec: Mapping[str, str | None]) -> MtpHead:
+    from ..files.gguf.experts import check_format
+    from ..files.gguf.save import has_nextn
+    from ..files.mtp import load_mtp
+    from ..hf.config import stored_config
+
+    if not has_nextn(model.config):
+        raise ValueError(f"GGUF files of {model.config.model_type} have no place for it")
+    head = load_mtp(model, source, spec or None)
+    packed = stored_config(head)
+    for name, format in packed.modules.items() if packed is not None else ():
+        if format is not None:
+            check_format(name, format)
+    return head
+
+
+def _head_for_folder(source: Path, folder: Path) -> Path:
+    from ..files.gguf.split import is_gguf
+    from ..files.heads import copy_head
+    from ..files.mtp import HEAD_FILE
+    from ..files.quantized import is_quantized
+
+    if is_gguf(source) or is_quantized(source):
+        raise ValueError("packed folders have heads of dense and MLX folders only")
+    copy_head(source, folder / HEAD_FILE)
+    return folder / HEAD_FILE

@@ -3,23 +3,35 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import mlx.core as mx
 import pytest
 import torch
+from converted_models import write_record
 from drafters import Fixed
+from gguf_files import load_quietly
 from layer_models import ids
 from mlx_files import from_mlx
 from mtp_models import FAMILIES, folder_with_head, trunk
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
-from torch_metalmm import PackedCache, QuantExperts, QuantLinear, load_mlx, load_mtp, save_mlx
+from torch_metalmm import (
+    PackedCache,
+    QuantExperts,
+    QuantLinear,
+    load_mlx,
+    load_mtp,
+    load_packed,
+    save_mlx,
+)
 from torch_metalmm.files.heads import of_heads
 from torch_metalmm.hf.decoding import decode
 from torch_metalmm.models.cache_argument import cache_of_generate
+from torch_metalmm.tools import cli
 
 mlx_lm = pytest.importorskip("mlx_lm.utils")  # it needs Python 3.11
 
@@ -31,16 +43,17 @@ QWEN = {
 }
 
 
-def model_of(family: str) -> Any:
+def model_of(family: str, **options: Any) -> Any:
     own = FAMILIES["qwen3_next"] if family == "qwen3_5_moe_text" else {}
-    model = trunk(family, **own, **({"full_attention_interval": 2} if family in QWEN else {}))
+    own = own | ({"full_attention_interval": 2} if family in QWEN else {})
+    model = trunk(family, **(own | options))
     model.config._experts_implementation = "eager"  # f64, too
     return model
 
 
-def converted(family: str, folder: Path) -> Path:
+def converted(family: str, folder: Path, **options: Any) -> Path:
     """The model as mlx-lm converts and quantizes a published one."""
-    model, dense = model_of(family), folder / "dense"
+    model, dense = model_of(family, **options), folder / "dense"
     if family not in QWEN:
         save_mlx(model, None, dense)
     else:
@@ -120,16 +133,24 @@ KEPT: dict[str, tuple[str, str, str, bool, str | None]] = {
     "mlx-vlm": ("qwen3_5_text", "../head/model.safetensors", "", True, "affine"),
     "GLM": ("glm4_moe", "model-2.safetensors", "mtp.", False, "affine"),
 }
+FORMATS = {"affine": "affine4_g32_f32", "mxfp4": "mxfp4"}
+
+
+def folders(who: str, path: Path, **options: Any) -> tuple[Path, Path, dict[str, Tensor]]:
+    """(the published folder, that of MLX, the head of the latter)."""
+    family, file, prefix, sums, mode = KEPT[who]
+    published = folder_with_head(model_of(family, **options), path / "published")
+    folder = converted(family, path, **options)
+    head = {n.replace("mtp.", prefix): t for n, t in head_of(published, sums, mode).items()}
+    (folder / file).parent.mkdir(exist_ok=True)
+    save_file(head, folder / file)
+    return published, folder, head
 
 
 @pytest.mark.parametrize("who", KEPT)
 def test_heads(who: str, tmp_path: Path) -> None:
-    family, file, prefix, sums, mode = KEPT[who]
-    published = folder_with_head(model_of(family), tmp_path / "published")
-    folder = converted(family, tmp_path)
-    head = {n.replace("mtp.", prefix): t for n, t in head_of(published, sums, mode).items()}
-    (folder / file).parent.mkdir(exist_ok=True)
-    save_file(head, folder / file)
+    family, file, prefix, _, mode = KEPT[who]
+    published, folder, head = folders(who, tmp_path)
     values = json.loads((folder / "config.json").read_text())
     (folder / file).parent.joinpath("config.json").write_text(json.dumps(values))
     model, _ = load_mlx(folder)
@@ -140,7 +161,7 @@ def test_heads(who: str, tmp_path: Path) -> None:
         assert got.state_dict().keys() == want.keys()
         assert all(torch.equal(t, want[n]) for n, t in got.state_dict().items())
     else:
-        same(got, load_mtp(model_of(family), published), mode)
+        same(got, load_mtp(model_of(family), published), FORMATS[mode])
     pace, prompt = Fixed(3), ids(1, 9)
     given: dict[str, Any] = {cache_of_generate(): PackedCache(model.config, "f32")}
     given |= {"max_new_tokens": 30, "pad_token_id": 0, "eos_token_id": None, "do_sample": False}
@@ -155,22 +176,68 @@ def test_heads(who: str, tmp_path: Path) -> None:
             load_mtp(model, place)
 
 
-def same(packed: nn.Module, dense: nn.Module, mode: str) -> None:
-    """Whether the packed head has the numbers of the dense one, and is packed in that mode."""
+@pytest.mark.parametrize("who", [who for who in KEPT if who != "mlx-vlm"])
+def test_quantize_keeps_the_head_in_a_folder(
+    who: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """One that MLX packed keeps its bits, a dense one is packed as the model."""
+    family, mode, out = KEPT[who][0], KEPT[who][-1], tmp_path / "out"
+    published, folder, _ = folders(who, tmp_path)
+    assert cli.main(["quantize", str(folder), "--format", "q8_0", "--output", str(out)]) == 0
+    assert "without the head" not in capsys.readouterr().err
+    got, want = load_mtp(load_packed(out)[0], out), load_mtp(model_of(family), published)
+    if mode is None:
+        same(got, want, "q8_0", in_q8_0)
+    else:
+        same(got, want, FORMATS[mode])
+
+
+def test_quantize_packs_the_head_again_for_a_file(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Where no option reaches a head that GGUF has no format for, the file is without."""
+    like, tokenizer, _ = load_quietly(write_record(tmp_path / "m.gguf", "glm4-moe"))
+    sizes, file = {"vocab_size": like.config.vocab_size}, tmp_path / "x.gguf"
+    published, folder, _ = folders("GLM", tmp_path, **sizes)
+    tokenizer.save_pretrained(folder)
+    assert cli.main(["quantize", str(folder), "--format", "q8_0", "--output", str(file)]) == 0
+    want = load_mtp(model_of("glm4_moe", **sizes), published)
+    same(load_mtp(load_quietly(file)[0], file), want, "q8_0", in_q8_0)
+    between, other = tmp_path / "packed", tmp_path / "other.gguf"
+    assert cli.main(["quantize", str(folder), "--format", "q8_0", "--output", str(between)]) == 0
+    assert "without the head" not in capsys.readouterr().err
+    option = "--pattern=lm_head=q4_0"
+    assert cli.main(["quantize", str(between), option, "--output", str(other)]) == 0
+    said = capsys.readouterr().err
+    assert "without the head for later tokens of" in said and "which GGUF does not have" in said
+
+
+def in_q8_0(value: Tensor) -> Tensor:
+    packed = torch.ops.metalmm.quantize(value.flatten(0, -2), "q8_0")
+    return torch.ops.metalmm.dequantize(packed, "q8_0", value.shape[-1]).view(value.shape)
+
+
+def same(
+    packed: nn.Module,
+    dense: nn.Module,
+    format: str,
+    rounded: Callable[[Tensor], Tensor] = lambda value: value,
+) -> None:
+    """Whether the packed head is of that format, and has the numbers of the dense one, rounded."""
     formats, decoded = set[str](), dict[str, Tensor]()
     for name, module in packed.named_modules():
         if name.startswith(("block.lm_head", "block.model.embed")):
             continue
         if isinstance(module, QuantExperts):
             formats |= set(module.formats.values())
-            both = [module.dequantize(n) for n in ("gate_proj", "up_proj")]
-            decoded[f"{name}.gate_up_proj"] = torch.cat(both, 1)
-            decoded[f"{name}.down_proj"] = module.dequantize("down_proj")
+            stacks = {n: module.dequantize(n) for n in module.formats}
+            decoded[f"{name}.down_proj"] = stacks.pop("down_proj")
+            decoded[f"{name}.gate_up_proj"] = torch.cat([stacks[n] for n in sorted(stacks)], 1)
         elif isinstance(module, QuantLinear):
             formats.add(module.format)
             decoded[f"{name}.weight"] = module.dequantize()
     state = packed.state_dict() | decoded
     for name, value in dense.state_dict().items():
         if not name.startswith(("block.lm_head", "block.model.embed")):
-            assert torch.equal(state[name], value), name
-    assert formats == {"mxfp4" if mode == "mxfp4" else "affine4_g32_f32"}
+            assert torch.equal(state[name], rounded(value) if name in decoded else value), name
+    assert formats == {format}
