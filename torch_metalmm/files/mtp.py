@@ -53,6 +53,8 @@ def load_mtp(model: Any, path: str | os.PathLike[str], format: Spec | None = Non
     path = Path(path)
     if not path.exists():
         raise FileNotFoundError(f"no such file or folder: {path}")
+    if format:
+        chooser_of(format)  # refuses what is no spec before anything is read
     if is_gguf(path):
         head, packed = mtp_of_gguf(model, path), True
     else:
