@@ -94,15 +94,6 @@ BAD_VALUES = {
 }
 
 
-@pytest.mark.parametrize("case", BAD_VALUES)
-def test_bad_values(tmp_path: Path, case: str) -> None:
-    values, message = BAD_VALUES[case]
-    path = write(tmp_path / "x.gguf", values, data=bytes(64))
-    with pytest.raises(ValueError, match=message) as caught:
-        GgufFile(path)
-    assert str(path) in str(caught.value)
-
-
 def aligned(kind: int, content: object) -> list[bytes]:
     return [value("general.alignment", kind, content)]
 
@@ -118,14 +109,6 @@ BAD_ALIGNMENTS = {
     "array": ([array("general.alignment", U32, 0, b"")], "general.alignment has the type 9"),
     "huge": (aligned(U32, 2**31), "truncated: tensor 't' ends at byte 2147483664"),
 }
-
-
-@pytest.mark.parametrize("case", BAD_ALIGNMENTS)
-def test_bad_alignments(tmp_path: Path, case: str) -> None:
-    values, message = BAD_ALIGNMENTS[case]
-    path = write(tmp_path / "x.gguf", values, [tensor("t", [4])], bytes(16))
-    with pytest.raises(ValueError, match=message):
-        GgufFile(path)
 
 
 @pytest.mark.parametrize("alignment", [8, 16, 32, 64, 4096])
@@ -152,7 +135,7 @@ BAD_TENSORS = {
     "no matrices": ([tensor("t", [2, 0, 4])], r"the shape \[2, 0, 4\], impossible for f32"),
     "half a block": ([tensor("t", [1, 16], 2)], r"the shape \[1, 16\], impossible for q4_0"),
     "2**64 values": ([tensor("t", [2**32, 2**32])], "truncated: tensor 't' ends at byte"),
-    "beyond the file": ([tensor("t", [17])], "truncated: tensor 't' ends at byte"),
+    "beyond the file": ([tensor("t", [25])], "truncated: tensor 't' ends at byte"),
     "offset beyond it": ([tensor("t", T, offset=96)], "truncated: tensor 't' ends at byte"),
     "offset of 2**64": ([tensor("t", T, offset=2**64 - 32)], "truncated: tensor 't' ends at"),
     "unaligned": (
@@ -165,7 +148,7 @@ BAD_TENSORS = {
         "the tensors 'a' and 'c' overlap",
     ),
     "q2_0 of a fork, the last": (
-        [tensor("t", [1, 256], 42)],
+        [tensor("t", [1, 384], 42)],
         "truncated: tensor 't' .*q2_0 in groups of 128",
     ),
     "q2_0 of a fork": (
@@ -179,10 +162,19 @@ BAD_TENSORS = {
 }
 
 
-@pytest.mark.parametrize("case", BAD_TENSORS)
-def test_bad_tensors(tmp_path: Path, case: str) -> None:
-    tensors, message = BAD_TENSORS[case]
-    path = write(tmp_path / "x.gguf", [], tensors, bytes(64 if case != "overlap" else 96))
+# {what is wrong: (values, tensors, what is said)} of a file with 96 bytes of data
+REFUSED = {f"value, {case}": (values, [], said) for case, (values, said) in BAD_VALUES.items()}
+REFUSED |= {
+    f"alignment, {case}": (values, [tensor("t", T)], said)
+    for case, (values, said) in BAD_ALIGNMENTS.items()
+}
+REFUSED |= {f"tensor, {case}": ([], rows, said) for case, (rows, said) in BAD_TENSORS.items()}
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_what_is_refused_names_the_file(tmp_path: Path, case: str) -> None:
+    values, tensors, message = REFUSED[case]
+    path = write(tmp_path / "x.gguf", values, tensors, bytes(96))
     with pytest.raises(ValueError, match=message) as caught:
         GgufFile(path)
     assert str(path) in str(caught.value)
