@@ -35,17 +35,6 @@ READ = (
 UNTIED = ("llama", "bloom", "falcon", "t5")
 
 
-@pytest.fixture(scope="session")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tmp_path_factory.mktemp("gguf")
-
-
-def file_of(folder: Path, architecture: str, tied: bool = True) -> Path:
-    """The architecture's file, written once."""
-    path = folder / f"{architecture}-{tied}.gguf"
-    return path if path.exists() else random_model(path, architecture, tied)
-
-
 def reference_model(path: Path, architecture: str, config: Any = None) -> Any:
     """The model as transformers' own loader decodes it, in f32.
 
@@ -86,8 +75,8 @@ def check_equals_reference(model: nn.Module, reference: nn.Module, ids: Tensor) 
     ("architecture", "tied"),
     [(a, True) for a in READ] + [(a, False) for a in UNTIED],
 )
-def test_architecture_equals_transformers(folder: Path, architecture: str, tied: bool) -> None:
-    path = file_of(folder, architecture, tied)
+def test_architecture_equals_transformers(tmp_path: Path, architecture: str, tied: bool) -> None:
+    path = random_model(tmp_path / "m.gguf", architecture, tied)
     model, tokenizer, given = load_quietly(path)
     warned = [text for text in given if "scale_decoder_outputs" not in text]
     expected = DECODED.get(architecture, ())
@@ -107,9 +96,9 @@ def test_architecture_equals_transformers(folder: Path, architecture: str, tied:
     assert type(tokenizer) is type(theirs)
 
 
-def test_rare_types_equal_transformers(folder: Path) -> None:
+def test_rare_types_equal_transformers(tmp_path: Path) -> None:
     """Codes of grids, ternary ones and small floats: packed as in the file."""
-    path = random_model(folder / "rare.gguf", "llama", kinds=RARE)
+    path = random_model(tmp_path / "rare.gguf", "llama", kinds=RARE)
     model, _, warned = load_quietly(path)
     assert warned == []
     kinds = {m.format for m in model.modules() if isinstance(m, QuantLinear | QuantEmbedding)}
@@ -138,12 +127,12 @@ def test_supported_architectures_are_the_tested_ones() -> None:
     assert set(supported_architectures()) == set(ARCHITECTURES) | converted
 
 
-def test_from_pretrained_with_our_config_names_load_gguf(folder: Path) -> None:
-    path = file_of(folder, "llama")
+def test_from_pretrained_with_our_config_names_load_gguf(tmp_path: Path) -> None:
+    path = random_model(tmp_path / "m.gguf", "llama")
     for kind in (transformers.AutoModelForCausalLM, transformers.LlamaForCausalLM):
         with pytest.raises(ValueError, match=rf"keep {path.name} packed .*load_gguf\(path\) keeps"):
             kind.from_pretrained(
-                folder, gguf_file=path.name, quantization_config=MetalMMConfig("q8_0")
+                tmp_path, gguf_file=path.name, quantization_config=MetalMMConfig("q8_0")
             )
 
 

@@ -17,14 +17,9 @@ from torch_metalmm.files.gguf.file import GgufFile
 from torch_metalmm.files.gguf.layout import Layout, TensorMap
 
 
-@pytest.fixture(scope="session")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tmp_path_factory.mktemp("gguf")
-
-
-@pytest.fixture(scope="session")
-def tiny_llama(folder: Path) -> Path:
-    return random_model(folder / "tiny.gguf", "llama")
+@pytest.fixture
+def tiny_llama(tmp_path: Path) -> Path:
+    return random_model(tmp_path / "tiny.gguf", "llama")
 
 
 def test_every_type_stays_packed_in_one_file(tiny_llama: Path) -> None:
@@ -57,62 +52,64 @@ def test_dtype_is_that_of_activations_and_norms(tiny_llama: Path, dtype: torch.d
     ],
 )
 def test_the_dtype_on_mps_has_16_bits(
-    folder: Path,
+    tmp_path: Path,
     architecture: str,
     formats: tuple[str, ...],
     dtype: torch.dtype,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """The weights are left out: no other step takes the device."""
-    path = random_model(folder / f"{architecture}{len(formats)}.gguf", architecture, kinds=formats)
+    path = random_model(
+        tmp_path / f"{architecture}{len(formats)}.gguf", architecture, kinds=formats
+    )
     monkeypatch.setattr("torch_metalmm.files.gguf.load._fill", lambda *_: None)
     assert load_quietly(path, device="mps")[0].dtype == dtype
     assert load_quietly(path, device="mps", dtype=torch.float32)[0].dtype == torch.float32
     assert load_quietly(path)[0].dtype == torch.float32
 
 
-def test_rope_divisors_that_shorten_no_frequency_are_no_scaling(folder: Path) -> None:
+def test_rope_divisors_that_shorten_no_frequency_are_no_scaling(tmp_path: Path) -> None:
     """Llama 3's formula with a factor of 1 gives ones; below 1 it would speed frequencies up."""
-    tensors = dict(tensors_of(random_model(folder / "a.gguf", "llama")))
+    tensors = dict(tensors_of(random_model(tmp_path / "a.gguf", "llama")))
     for divisors in (np.ones(32, np.float32), np.full(32, 0.5, np.float32)):
         tensors["rope_freqs.weight"] = (divisors, "f32")
-        path = write_gguf(folder / "b.gguf", "llama", tensors, ARCHITECTURES["llama"])
+        path = write_gguf(tmp_path / "b.gguf", "llama", tensors, ARCHITECTURES["llama"])
         model, _, warned = load_quietly(path)
         assert model.config.rope_parameters["rope_type"] == "default"
         assert warned == ["not used by the model: rope_freqs.weight"]
 
 
-def test_unknown_rope_divisors_and_spare_tensors_are_named(folder: Path) -> None:
-    tensors = dict(tensors_of(random_model(folder / "a.gguf", "llama")))
+def test_unknown_rope_divisors_and_spare_tensors_are_named(tmp_path: Path) -> None:
+    tensors = dict(tensors_of(random_model(tmp_path / "a.gguf", "llama")))
     tensors["rope_freqs.weight"] = (np.linspace(1, 5, 32, dtype=np.float32), "f32")
     tensors["blk.0.spare.weight"] = (np.zeros((2, 32), np.float32), "f32")
-    path = write_gguf(folder / "b.gguf", "llama", tensors, ARCHITECTURES["llama"])
+    path = write_gguf(tmp_path / "b.gguf", "llama", tensors, ARCHITECTURES["llama"])
     model, _, warned = load_quietly(path)
     assert warned == ["not used by the model: rope_freqs.weight, blk.0.spare.weight"]
     assert model.config.rope_parameters["rope_type"] == "default"
 
 
 @pytest.mark.parametrize("divisors", [None, [1, 8.0, 1e30, 1e30], [1e30, 1, 1e30, 1e30]])
-def test_divisors_that_are_no_proportional_rotation(folder: Path, divisors: Any) -> None:
+def test_divisors_that_are_no_proportional_rotation(tmp_path: Path, divisors: Any) -> None:
     embedding = {"token_embd.weight": (np.zeros((320, H), np.float32), "f32")}
     if divisors is not None:
         embedding["rope_freqs.weight"] = np.float32(divisors), "f32"
     path = write_gguf(
-        folder / "g.gguf", "gemma4", embedding, ARCHITECTURES["gemma4"] | {"block_count": 1}
+        tmp_path / "g.gguf", "gemma4", embedding, ARCHITECTURES["gemma4"] | {"block_count": 1}
     )
     with pytest.raises(ValueError, match=r"rope_freqs.weight is \[.*; it must be ones, then"):
         load_gguf(path)
 
 
-def test_missing_biases_are_zero_and_missing_weights_an_error(folder: Path) -> None:
-    tensors = dict(tensors_of(random_model(folder / "a.gguf", "qwen2")))
+def test_missing_biases_are_zero_and_missing_weights_an_error(tmp_path: Path) -> None:
+    tensors = dict(tensors_of(random_model(tmp_path / "a.gguf", "qwen2")))
     del tensors["blk.1.attn_q.bias"]
     values = ARCHITECTURES["qwen2"]
-    model, _, _ = load_quietly(write_gguf(folder / "b.gguf", "qwen2", tensors, values))
+    model, _, _ = load_quietly(write_gguf(tmp_path / "b.gguf", "qwen2", tensors, values))
     assert not model.model.layers[1].self_attn.q_proj.bias.any()
     assert model.model.layers[0].self_attn.q_proj.bias.any()
     del tensors["blk.1.attn_v.weight"]
-    path = write_gguf(folder / "b.gguf", "qwen2", tensors, values)
+    path = write_gguf(tmp_path / "b.gguf", "qwen2", tensors, values)
     with pytest.raises(ValueError, match="no tensor for the model's model.layers.1.self_attn.v"):
         load_gguf(path)
 
