@@ -63,7 +63,8 @@ kernel void k(device float* y [[buffer(0)]]) {
   static constant constexpr float kLocal[2] = {9, 10};
   float sum = 0; for (uint i = 0; i < kN; ++i) sum += kTable[i];
   y[0] = sum; y[1] = kPairs[1].a * kPairs[1].b; y[2] = outer::inner::kDeep; y[3] = kSecond;
-  y[4] = uint(Other::kOne); y[5] = kLocal[1]; y[6] = kZero<float>; y[7] = 1.0 / 3.0;
+  y[4] = uint(Other::kOne); y[5] = kLocal[1]; y[7] = 1.0 / 3.0;
+  const int two = 2; float zeros[two] = {}; y[6] = kZero<float> + zeros[1];
 }"""
     want = [7, 6, 7, 6, 1, 10, 0]
     y = results(text, 8)
