@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import json
+import itertools
 import logging
 import re
 import shutil
@@ -15,6 +15,7 @@ import torch
 import transformers
 from failing import failure
 from gguf_files import random_model
+from hf_models import change_config
 
 from torch_metalmm import _C, load_gguf, load_packed, quantize_, save_mlx
 from torch_metalmm.engines import engines
@@ -266,10 +267,9 @@ def test_mlx_checkpoints_that_are_not_loaded_say_why(
     capsys: pytest.CaptureFixture[str], hf_folder: Path, tmp_path: Path, mode: str
 ) -> None:
     folder = Path(shutil.copytree(hf_folder, tmp_path / "mlx"))
-    config = json.loads((folder / "config.json").read_text())
     packing = {"group_size": 16, "bits": 4, "mode": mode}
-    for name in ("quantization", "quantization_config"):
-        (folder / "config.json").write_text(json.dumps(config | {name: packing}))
+    for name, other in itertools.permutations(("quantization", "quantization_config")):
+        change_config(folder, **{name: packing, other: ...})
         out = ("--format", "q8_0", "--output", tmp_path / "out")
         for command in (("generate", "x", "--model", folder), ("quantize", folder, *out)):
             message = failure(capsys, *command)
@@ -282,9 +282,7 @@ def test_models_that_another_method_quantized_are_not_packed(
     capsys: pytest.CaptureFixture[str], hf_folder: Path, tmp_path: Path
 ) -> None:
     folder = Path(shutil.copytree(hf_folder, tmp_path / "other"))
-    config = json.loads((folder / "config.json").read_text())
-    config["quantization_config"] = {"quant_method": "fp8"}
-    (folder / "config.json").write_text(json.dumps(config))
+    change_config(folder, quantization_config={"quant_method": "fp8"})
     message = failure(capsys, "quantize", folder, "--format", "q8_0", "--output", tmp_path / "out")
     assert f"{folder} is quantized by 'fp8'; only dense models are packed" in message
 
@@ -293,14 +291,13 @@ def test_a_dense_folder_runs_no_code_and_no_pickle(
     capsys: pytest.CaptureFixture[str], hf_folder: Path, tmp_path: Path
 ) -> None:
     evil = Path(shutil.copytree(hf_folder, tmp_path / "evil"))
-    config = json.loads((evil / "config.json").read_text())
     (evil / "evil.py").write_text(f"open({str(tmp_path / 'ran')!r}, 'w')")
     auto_map = {"auto_map": {"AutoConfig": "evil.C", "AutoModel": "evil.M"}}
     out = ("--format", "q8_0", "--output", tmp_path / "out")
     for change in ({"model_type": "evil"}, {"model_type": "evil", "architectures": ["pipeline"]}):
-        (evil / "config.json").write_text(json.dumps(config | auto_map | change))
+        change_config(evil, **auto_map, **change)
         assert "trust_remote_code" in failure(capsys, "quantize", evil, *out)
-    (evil / "config.json").write_text(json.dumps(config))
+    shutil.copy(hf_folder / "config.json", evil)
     (evil / "model.safetensors").rename(evil / "pytorch_model.bin")
     assert "no file named model.safetensors" in failure(capsys, "quantize", evil, *out)
     assert not (tmp_path / "ran").exists()

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 from gguf_files import random_model
-from hf_models import IDS, logits, same_bytes
+from hf_models import IDS, change_config, logits, same_bytes
 from hf_models import random_model as tiny_model
 from safetensors import safe_open
 from torch import nn
@@ -126,13 +126,11 @@ def test_folders_that_are_no_packed_model(tmp_path: Path) -> None:
 def test_folders_that_contradict_themselves(tmp_path: Path) -> None:
     model = quantize_(small_llama(), "q8_0", progress=False)
     save_packed(model, None, tmp_path)
-    config = tmp_path / "config.json"
-    good = json.loads(config.read_text())
     for change, message in (
         ({"num_hidden_layers": 3}, "has no tensor for model.layers.2"),
         ({"num_hidden_layers": 1}, "has tensors the model does not: model.layers.1"),
         ({"intermediate_size": 1024}, r"proj.weight must be U8 \[1024"),
     ):
-        config.write_text(json.dumps(good | change))
+        change_config(tmp_path, **{"num_hidden_layers": 2} | change)
         with pytest.raises(ValueError, match=message):
             load_packed(tmp_path)
