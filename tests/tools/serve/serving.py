@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import resource
 import urllib.error
 import urllib.request
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager, contextmanager
 from typing import Any
 
 from bench.models.served import Server, server
@@ -44,6 +45,24 @@ def serving(*flags: str) -> Iterator[Served]:
     """A server of these flags, which ends at the end. RuntimeError: it did not start."""
     with server(*flags, METALMM_API_KEY=f"{KEY}\n{OTHER_KEY}\n", HF_HUB_OFFLINE="1") as found:
         yield Served(*found)
+
+
+@asynccontextmanager
+async def listening(app: Any, protocol: Any) -> AsyncIterator[tuple[int, Any]]:
+    """A port of this process where uvicorn's server of that protocol calls the app, its state."""
+    import uvicorn
+    from uvicorn.server import ServerState
+
+    config = uvicorn.Config(app, log_config=None, lifespan="off", timeout_keep_alive=60)
+    config.load()
+    state = ServerState()
+    server = await asyncio.get_running_loop().create_server(
+        lambda: protocol(config=config, server_state=state, app_state={}), "127.0.0.1", 0
+    )
+    async with server:
+        yield server.sockets[0].getsockname()[1], state
+        for connection in list(state.connections):
+            connection.transport.abort()
 
 
 @contextmanager

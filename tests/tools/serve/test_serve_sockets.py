@@ -6,17 +6,13 @@ import asyncio
 import json
 import socket
 import time
-from collections.abc import AsyncIterator
-from contextlib import ExitStack, asynccontextmanager, suppress
+from contextlib import ExitStack, suppress
 from typing import Any
 
 import pytest
-from serving import DESCRIPTORS, Served, descriptors
+from serving import DESCRIPTORS, Served, descriptors, listening
 
 pytest.importorskip("uvicorn")
-
-import uvicorn
-from uvicorn.server import ServerState
 
 from torch_metalmm.tools.serve import wire
 
@@ -30,23 +26,6 @@ async def answers(scope: Any, receive: Any, send: Any) -> None:
     for _ in range(int(scope["path"].strip("/") or 0)):
         await send({"type": "http.response.body", "body": bytes(1 << 20), "more_body": True})
     await send({"type": "http.response.body", "body": b"ok"})
-
-
-@asynccontextmanager
-async def listening(connections: int = 8) -> AsyncIterator[tuple[int, ServerState]]:
-    """A port where `answers` does."""
-    config = uvicorn.Config(answers, log_config=None, lifespan="off", timeout_keep_alive=60)
-    config.load()
-    state = ServerState()
-    server = await asyncio.get_running_loop().create_server(
-        lambda: wire.protocol(connections)(config=config, server_state=state, app_state={}),
-        "127.0.0.1",
-        0,
-    )
-    async with server:
-        yield server.sockets[0].getsockname()[1], state
-        for connection in list(state.connections):
-            connection.transport.abort()
 
 
 async def closed_after(port: int, *sent: bytes) -> tuple[bytes, float]:
@@ -74,7 +53,7 @@ def test_a_request_that_does_not_come(
     monkeypatch.setattr(wire, "HEAD_SECONDS", 0.5)
 
     async def ask() -> tuple[bytes, float]:
-        async with listening() as (port, _):
+        async with listening(answers, wire.protocol(8)) as (port, _):
             return await closed_after(port, *sent)
 
     came, seconds = asyncio.run(ask())
@@ -88,7 +67,7 @@ def test_an_answer_that_is_not_read(monkeypatch: pytest.MonkeyPatch) -> None:
     get = b"GET /%d HTTP/1.1\r\nHost: localhost\r\n\r\n"
 
     async def ask() -> tuple[int, int]:
-        async with listening() as (port, state):
+        async with listening(answers, wire.protocol(8)) as (port, state):
             _, unread = await asyncio.open_connection("127.0.0.1", port, limit=1 << 10)
             unread.write(get % 64)
             reader, slow = await asyncio.open_connection("127.0.0.1", port, limit=1 << 16)
@@ -114,7 +93,7 @@ def test_too_many_connections() -> None:
     """One that waits for its request makes room; where all are answered, a new one is refused."""
 
     async def ask() -> list[bytes]:
-        async with listening(connections=2) as (port, _):
+        async with listening(answers, wire.protocol(2)) as (port, _):
             halves = [await asyncio.open_connection("127.0.0.1", port) for _ in range(2)]
             for _, writer in halves:
                 writer.write(HALF)

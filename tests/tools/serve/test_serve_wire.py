@@ -8,12 +8,11 @@ import logging
 from typing import Any
 
 import pytest
+from serving import listening
 
 pytest.importorskip("uvicorn")
 
-import uvicorn
 from starlette.requests import ClientDisconnect, Request
-from uvicorn.server import ServerState
 
 from torch_metalmm.tools.serve.errors import ApiError
 from torch_metalmm.tools.serve.wire import Protocol, refused
@@ -41,14 +40,7 @@ async def told(app: Any, *sent: bytes) -> tuple[bytes, list[dict[str, Any]]]:
     """(what a client gets that sends these, each after the last's answer; the loop's errors)."""
     loop, errors = asyncio.get_running_loop(), list[dict[str, Any]]()
     loop.set_exception_handler(lambda _, context: errors.append(context))
-    config = uvicorn.Config(app, log_config=None, lifespan="off")
-    config.load()
-    state = ServerState()
-    listening = await loop.create_server(
-        lambda: Protocol(config=config, server_state=state, app_state={}), "127.0.0.1", 0
-    )
-    async with listening:
-        port = listening.sockets[0].getsockname()[1]
+    async with listening(app, Protocol) as (port, state):
         reader, writer = await asyncio.open_connection("127.0.0.1", port)
         found = b""
         for i, part in enumerate(sent):
