@@ -6,8 +6,6 @@ import argparse
 import io
 import json
 import os
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +14,7 @@ import torch
 import transformers
 from failing import failure
 from fake_hub import FakeHub
+from forked import forked
 from gguf_files import random_model
 from greedy import greedy_text
 from peft import LoraConfig, get_peft_model
@@ -28,6 +27,8 @@ from torch_metalmm.tools.chat.flags import add_flags
 from torch_metalmm.tools.chat.loading import load
 from torch_metalmm.tools.cli import main
 
+pytestmark = pytest.mark.usefixtures("quiet_transformers")
+
 TEMPLATE = (
     "{% for m in messages %}<|start|>{{ m.role }} {{ m.content }}<|end|>{% endfor %}"
     "{% if tools %}{{ tools | tojson }}{% endif %}<|start|>assistant "
@@ -37,11 +38,6 @@ TEMPLATE = (
 @pytest.fixture(scope="module")
 def gguf(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return random_model(tmp_path_factory.mktemp("flags") / "tiny.gguf", "qwen2")
-
-
-@pytest.fixture(autouse=True)
-def quiet(quiet_transformers: None) -> None:
-    pass
 
 
 def run(capsys: pytest.CaptureFixture[str], *arguments: object) -> dict[str, Any]:
@@ -248,15 +244,13 @@ def test_a_missing_package_is_named_before_anything_is_fetched(
     assert told in failure(capsys, *command)
 
 
-# Commands in one process, whose environment names the hub: (status, out, err) of each.
-COMMANDS = """
-import io, json, sys
-from contextlib import redirect_stderr, redirect_stdout
+# The environment names the hub when huggingface_hub is imported.
+COMMAND = """
+import os, sys
 from torch_metalmm.tools.cli import main
-for line in sys.stdin:
-    with redirect_stdout(io.StringIO()) as out, redirect_stderr(io.StringIO()) as err:
-        status = main(json.loads(line))
-    print(json.dumps((status, out.getvalue(), err.getvalue())), flush=True)
+def run(folder, *arguments):
+    os.chdir(folder)
+    sys.exit(main(arguments))
 """
 
 
@@ -272,36 +266,31 @@ def test_names_on_the_hub(gguf: Path, tmp_path: Path) -> None:
         },
     }
     with FakeHub(repositories) as hub:
-        env = {"HF_ENDPOINT": hub.url, "HF_HOME": str(tmp_path), "PYTHONPATH": str(ROOT)}
-        env = {k: v for k, v in os.environ.items() if not k.startswith("HF_")} | env
+        env = {name: "" for name in os.environ if name.startswith("HF_")}
+        env |= {"HF_ENDPOINT": hub.url, "HF_HOME": str(tmp_path), "PYTHONPATH": str(ROOT)}
+        with forked(COMMAND, env) as process:
 
-        command = [sys.executable, "-c", COMMANDS]
-        pipe = subprocess.PIPE
-        process = subprocess.Popen(command, env=env, cwd=tmp_path, stdin=pipe, stdout=pipe)
-        assert process.stdin and process.stdout
+            def metalmm(*arguments: str) -> tuple[int, str]:
+                """The exit status, and what the command has printed."""
+                said = tmp_path / "said"
+                said.unlink(missing_ok=True)
+                return process(said, str(tmp_path), *arguments), said.read_text()
 
-        def metalmm(*arguments: str) -> tuple[int, str, str]:
-            process.stdin.write(json.dumps(arguments).encode() + b"\n")
-            process.stdin.flush()
-            status, out, err = json.loads(process.stdout.readline())
-            return status, out, err
-
-        with process:
             tiny = "org/tiny-GGUF:Q4_K_M"
-            _, out, err = metalmm("generate", "hello", "-m", tiny, "-n", "4", "--json")
-            assert json.loads(out)["new_tokens"] == 4, err
-            status, *_ = metalmm("quantize", "org/tiny-GGUF", "--output", "packed")
+            _, said = metalmm("generate", "hello", "-m", tiny, "-n", "4", "--json")
+            assert json.loads(said.splitlines()[-1])["new_tokens"] == 4, said
+            status, _ = metalmm("quantize", "org/tiny-GGUF", "--output", "packed")
             assert status == 0 and (tmp_path / "packed" / "config.json").exists()
             hub.requests.clear()
             for flags in ([], ["--format", "q8_0", "--device", "nonsense"]):
-                status, _, err = metalmm("quantize", "org/dense", "--output", "other", *flags)
+                status, said = metalmm("quantize", "org/dense", "--output", "other", *flags)
                 wanted = "device: nonsense" if flags else "give --format, --pattern or both"
-                assert status == 1 and wanted in err
+                assert status == 1 and wanted in said
             other = ("org/other-GGUF", "--output", "o", "--imatrix", "i.gguf")
-            status, _, err = metalmm("quantize", *other)
-            assert status == 1 and "--imatrix: give --format" in err
+            status, said = metalmm("quantize", *other)
+            assert status == 1 and "--imatrix: give --format" in said
             assert not {"model.safetensors", "tiny-Q5_0.gguf"} & {*hub.fetched()}
             hub.requests.clear()
-            status, _, err = metalmm("generate", "hello", "-m", "org/dense")
+            status, said = metalmm("generate", "hello", "-m", "org/dense")
             assert status == 1 and "model.safetensors" not in hub.fetched()
-            assert "org/dense is not packed; run `metalmm quantize org/dense --f" in err
+            assert "org/dense is not packed; run `metalmm quantize org/dense --f" in said
