@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 import transformers
-from hf_models import IDS, logits, packed_bytes, random_model, same_bytes
+from hf_models import IDS, change_config, logits, packed_bytes, random_model, same_bytes
 from oracle import Value, check, gamma
 from torch import nn
 
@@ -18,7 +18,14 @@ from torch_metalmm.models.replace import packable, weight_shape
 
 mx = pytest.importorskip("mlx.core")
 mlx_lm = pytest.importorskip("mlx_lm.utils")  # it needs Python 3.11
-from mlx_files import from_mlx, read, same_tensors, write  # noqa: E402
+from mlx_files import (  # noqa: E402
+    from_mlx,
+    logits_of_mlx_lm,
+    quantize_by_mlx_lm,
+    read,
+    same_tensors,
+    write,
+)
 
 AFFINE = [
     {"group_size": group, "bits": bits, "mode": "affine"}
@@ -43,6 +50,14 @@ WITH_DTYPES += [(s, dtype) for s in (AFFINE[7], MXFP4, MXFP8, NVFP4) for dtype i
 WITH_DTYPES = [row for i, row in enumerate(WITH_DTYPES) if row not in WITH_DTYPES[:i]]
 
 
+def planes_of(tensors: dict[str, Any], layer: str) -> list[Any]:
+    """Codes, scales and biases, or None: mlx rounds to the dtype of the scales, which is f32."""
+    planes = [tensors.get(f"{layer}.{leaf}") for leaf in ("weight", "scales", "biases")]
+    if planes[2] is not None:
+        planes[1:] = [t.astype(mx.float32) for t in planes[1:]]
+    return planes
+
+
 @pytest.mark.parametrize(
     ("sizes", "dtype"),
     WITH_DTYPES,
@@ -56,17 +71,12 @@ def test_every_packing(tmp_path: Path, sizes: dict[str, Any], dtype: str) -> Non
     for name, layer in model.named_modules():
         if name == "lm_head" or not hasattr(layer, "format"):
             continue
-        planes = [tensors.get(f"{name}.{leaf}") for leaf in ("weight", "scales", "biases")]
-        if planes[2] is not None:  # mlx rounds to the dtype of the scales: ask it for f32
-            planes[1:] = [t.astype(mx.float32) for t in planes[1:]]
-        weight = from_mlx(mx.dequantize(*planes, **sizes, dtype=mx.float32))
+        weight = from_mlx(mx.dequantize(*planes_of(tensors, name), **sizes, dtype=mx.float32))
         assert torch.equal(layer.dequantize(), weight), name
     layer = model.model.layers[0].mlp.down_proj
     name = "model.layers.0.mlp.down_proj"
     x = torch.randn(3, 512, generator=torch.Generator().manual_seed(1))
-    planes = [tensors.get(f"{name}.{leaf}") for leaf in ("weight", "scales", "biases")]
-    if planes[2] is not None:
-        planes[1:] = [t.astype(mx.float32) for t in planes[1:]]
+    planes = planes_of(tensors, name)
     theirs = from_mlx(mx.quantized_matmul(mx.array(x.numpy()), *planes, **sizes))
     w = layer.dequantize()
     ours = Value.of(x).dot(w) + Value.of(
@@ -85,8 +95,7 @@ def test_every_packing(tmp_path: Path, sizes: dict[str, Any], dtype: str) -> Non
 
 
 def mlx_logits(folder: Path) -> torch.Tensor:
-    model, _ = mlx_lm.load_model(folder)
-    return from_mlx(model(mx.array(IDS.numpy())))
+    return logits_of_mlx_lm(folder, IDS)
 
 
 ROPE = {"rope_theta": 5000.0}
@@ -120,13 +129,10 @@ def f32_error(architecture: str, **config: Any) -> torch.Tensor:
 def test_models_that_mlx_lm_runs(tmp_path: Path, architecture: str) -> None:
     dense = random_model(architecture, **MODELS[architecture])
     save_mlx(dense, None, tmp_path / "dense")
-    theirs, config = mlx_lm.load_model(tmp_path / "dense")
-    same = from_mlx(theirs(mx.array(IDS.numpy())))
+    same = mlx_logits(tmp_path / "dense")
     assert (same - logits(dense)).abs().max() <= f32_error(architecture)
 
-    theirs, config = mlx_lm.quantize_model(theirs, config, 64, 4)
-    mlx_lm.save_model(tmp_path / "mlx", theirs)
-    mlx_lm.save_config(config, tmp_path / "mlx" / "config.json")
+    quantize_by_mlx_lm(tmp_path / "dense", tmp_path / "mlx")
     want = mlx_logits(tmp_path / "mlx")
     model, _ = load_mlx(tmp_path / "mlx")
     assert type(model) is type(dense) and set(f for f, _ in packed_bytes(model).values()) == {
@@ -174,13 +180,11 @@ def test_recipes_of_mlx_lm(tmp_path: Path, recipe: str) -> None:
     """mlx-lm's recipes write "group_size": null into the entry of every layer."""
     convert = pytest.importorskip("mlx_lm.convert")
     save_mlx(random_model("llama"), None, tmp_path / "dense")
-    theirs, config = mlx_lm.load_model(tmp_path / "dense")
+    theirs, _ = mlx_lm.load_model(tmp_path / "dense")
     mixed = convert.mixed_quant_predicate_builder(recipe, theirs, None)
-    theirs, config = mlx_lm.quantize_model(theirs, config, None, None, quant_predicate=mixed)
+    config = quantize_by_mlx_lm(tmp_path / "dense", tmp_path / "mlx", None, None, mixed)
     entries = [e for e in config["quantization"].values() if isinstance(e, dict)]
     assert entries and all(entry["group_size"] is None for entry in entries)
-    mlx_lm.save_model(tmp_path / "mlx", theirs)
-    mlx_lm.save_config(config, tmp_path / "mlx" / "config.json")
     model, _ = load_mlx(tmp_path / "mlx")
     low, high = recipe[6], recipe[8]
     formats = {name: format for name, (format, _) in packed_bytes(model).items()}
@@ -193,10 +197,8 @@ def test_recipes_of_mlx_lm(tmp_path: Path, recipe: str) -> None:
 def test_sizes_of_null_are_those_of_the_mode(tmp_path: Path, mode: str) -> None:
     sizes = {"affine": FOUR, "mxfp4": MXFP4, "mxfp8": MXFP8, "nvfp4": NVFP4}[mode]
     tensors = write(tmp_path, small_llama(), sizes)
-    config = json.loads((tmp_path / "config.json").read_text())
     unsaid = {"group_size": None, "bits": None, "mode": mode}
-    config["quantization"] = unsaid | {"lm_head": unsaid}
-    (tmp_path / "config.json").write_text(json.dumps(config))
+    change_config(tmp_path, quantization=unsaid | {"lm_head": unsaid})
     model, _ = load_mlx(tmp_path)
     save_mlx(model, None, tmp_path / "again")
     assert same_tensors(read(tmp_path / "again"), tensors)

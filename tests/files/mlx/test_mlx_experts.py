@@ -10,12 +10,12 @@ import mlx.core as mx
 import pytest
 import torch
 from expert_models import EXPERTS, IDS, expert_model, logits
-from mlx_files import from_mlx, read, same_tensors
-from spoiled_folders import tensor
+from mlx_files import from_mlx, logits_of_mlx_lm, quantize_by_mlx_lm, read, same_tensors
+from spoiled_folders import refused, tensor
 
 from torch_metalmm import QuantExperts, load_mlx, quantize_, save_mlx
 
-mlx_lm = pytest.importorskip("mlx_lm.utils")  # it needs Python 3.11
+pytest.importorskip("mlx_lm.utils")  # it needs Python 3.11
 
 PLAIN = {"rope_type": "default", "rope_theta": 1e4}  # mlx-lm rounds the ends of GPT-OSS's scaling
 # kind -> what mlx-lm computes otherwise, and its name of the first stack
@@ -37,16 +37,7 @@ def error_of(kind: str) -> torch.Tensor:
 
 
 def mlx_logits(folder: Path) -> torch.Tensor:
-    model, _ = mlx_lm.load_model(folder)
-    return from_mlx(model(mx.array(IDS.numpy())))
-
-
-def quantized(folder: Path, target: Path, predicate: Any) -> None:
-    """mlx-lm's quantization of a dense checkpoint."""
-    model, config = mlx_lm.load_model(folder)
-    model, config = mlx_lm.quantize_model(model, config, 64, 4, quant_predicate=predicate)
-    mlx_lm.save_model(target, model)
-    mlx_lm.save_config(config, target / "config.json")
+    return logits_of_mlx_lm(folder, IDS)
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -59,7 +50,7 @@ def test_experts_that_mlx_lm_runs(tmp_path: Path, kind: str) -> None:
     def predicate(name: str, module: Any) -> bool:
         return not name.endswith(("gate", "router")) and hasattr(module, "to_quantized")
 
-    quantized(tmp_path / "dense", tmp_path / "mlx", predicate)
+    quantize_by_mlx_lm(tmp_path / "dense", tmp_path / "mlx", predicate=predicate)
     names = read(tmp_path / "mlx").keys()
     assert f"model.layers.1.{block}.gate_proj.scales" in names
     model, _ = load_mlx(tmp_path / "mlx")
@@ -74,7 +65,7 @@ def test_experts_that_mlx_lm_runs(tmp_path: Path, kind: str) -> None:
 
 def test_routers_that_mlx_quantized_are_decoded(tmp_path: Path) -> None:
     save_mlx(expert_model(norm_topk_prob=True), None, tmp_path / "dense")
-    quantized(tmp_path / "dense", tmp_path / "mlx", None)
+    quantize_by_mlx_lm(tmp_path / "dense", tmp_path / "mlx")
     assert "model.layers.0.mlp.gate.scales" in read(tmp_path / "mlx")
     model, _ = load_mlx(tmp_path / "mlx")
     gate = model.model.layers[0].mlp.gate.weight
@@ -107,18 +98,15 @@ def test_what_mlx_has_no_name_for(tmp_path: Path) -> None:
 
 def test_biases_of_experts_are_floats(tmp_path: Path) -> None:
     save_mlx(quantize_(expert_model("GptOss"), "affine4_g64", progress=False), None, tmp_path)
-    tensor("model.layers.1.mlp.experts.down_proj.bias", torch.Tensor.int)(tmp_path)
-    with pytest.raises(ValueError, match="down_proj_bias is torch.int32, not a float dtype"):
-        load_mlx(tmp_path)
+    integers = tensor("model.layers.1.mlp.experts.down_proj.bias", torch.Tensor.int)
+    refused(load_mlx, tmp_path, integers, "down_proj_bias is torch.int32, not a float dtype")
 
 
 def test_a_correction_of_scores_is_needed(tmp_path: Path) -> None:
     """It is a buffer, and zeros would choose other experts."""
     save_mlx(quantize_(expert_model("Glm4Moe"), "affine4_g64", progress=False), None, tmp_path)
     name = "model.layers.1.mlp.gate.e_score_correction_bias"
-    tensor(name, None)(tmp_path)
-    with pytest.raises(ValueError, match=f"has no tensor for {name}"):
-        load_mlx(tmp_path)
+    refused(load_mlx, tmp_path, tensor(name, None), f"has no tensor for {name}")
 
 
 PLACE = "model.layers.1.mlp.switch_mlp"
@@ -138,7 +126,4 @@ PLACE = "model.layers.1.mlp.switch_mlp"
 def test_damaged_stacks(tmp_path: Path, leaf: str, change: Any, message: str) -> None:
     model = quantize_(expert_model(), "affine4_g64", progress=False)
     save_mlx(model, None, tmp_path)
-    tensor(f"{PLACE}.{leaf}", change)(tmp_path)
-    with pytest.raises(ValueError, match=message) as caught:
-        load_mlx(tmp_path)
-    assert str(tmp_path) in str(caught.value)
+    refused(load_mlx, tmp_path, tensor(f"{PLACE}.{leaf}", change), message)

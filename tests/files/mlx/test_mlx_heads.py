@@ -14,7 +14,7 @@ from converted_models import write_record
 from drafters import Fixed
 from gguf_files import load_quietly
 from layer_models import ids
-from mlx_files import from_mlx
+from mlx_files import from_mlx, logits_of_mlx_lm, quantize_by_mlx_lm
 from mtp_models import FAMILIES, folder_with_head, trunk
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
@@ -33,7 +33,7 @@ from torch_metalmm.hf.decoding import decode
 from torch_metalmm.models.cache_argument import cache_of_generate
 from torch_metalmm.tools import cli
 
-mlx_lm = pytest.importorskip("mlx_lm.utils")  # it needs Python 3.11
+pytest.importorskip("mlx_lm.utils")  # it needs Python 3.11
 
 # {family: what mlx-lm calls it}
 QWEN = {
@@ -66,10 +66,7 @@ def converted(family: str, folder: Path, **options: Any) -> Path:
         if family != "qwen3_next":
             values = {"text_config": values}
         (dense / "config.json").write_text(json.dumps(values | {"model_type": QWEN[family]}))
-    theirs, config = mlx_lm.load_model(dense)
-    theirs, config = mlx_lm.quantize_model(theirs, config, 32, 4)
-    mlx_lm.save_model(folder / "mlx", theirs)
-    mlx_lm.save_config(config, folder / "mlx" / "config.json")
+    quantize_by_mlx_lm(dense, folder / "mlx", 32)
     return folder / "mlx"
 
 
@@ -77,8 +74,7 @@ def converted(family: str, folder: Path, **options: Any) -> Path:
 def test_models_of_other_numbers(family: str, tmp_path: Path) -> None:
     folder, tokens = converted(family, tmp_path), ids(2, 12)
     weights = load_file(folder / "model.safetensors")
-    theirs, _ = mlx_lm.load_model(folder)
-    want = from_mlx(theirs(mx.array(tokens.numpy())))
+    want = logits_of_mlx_lm(folder, tokens)
     seen = {"vision_tower.blocks.0.weight": torch.ones(2)}  # mlx-vlm keeps it
     save_file(weights | seen, folder / "model.safetensors")
     model, _ = load_mlx(folder)

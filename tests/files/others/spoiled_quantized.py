@@ -9,13 +9,8 @@ from typing import Any
 
 from quantized_files import change_config, layouts, random_layer
 from safetensors.torch import load_file, save_file
-from spoiled_folders import UP, Spoil, quant, tensor
+from spoiled_folders import Spoil, quant
 from torch import Tensor
-
-
-def up(leaf: str, change: Any) -> Spoil:
-    """Replace a tensor of up_proj [512, 256] by change(tensor); None removes it."""
-    return tensor(f"{UP}.{leaf}", change)
 
 
 def every(leaf: str, change: Callable[[Tensor], Tensor]) -> Spoil:
@@ -29,10 +24,6 @@ def every(leaf: str, change: Callable[[Tensor], Tensor]) -> Spoil:
         save_file(tensors, folder / "model.safetensors")
 
     return apply
-
-
-def config(**changes: Any) -> Spoil:
-    return lambda folder: change_config(folder, **changes)
 
 
 def rename(old: str, new: str) -> Spoil:

@@ -55,6 +55,31 @@ def quantized(
     return made
 
 
+def logits_of_mlx_lm(folder: Path, ids: Tensor) -> Tensor:
+    """What mlx-lm computes of a checkpoint for these tokens."""
+    from mlx_lm import utils
+
+    model, _ = utils.load_model(folder)
+    return from_mlx(model(mx.array(ids.numpy())))
+
+
+def quantize_by_mlx_lm(
+    folder: Path, target: Path, group: int | None = 64, bits: int | None = 4, predicate: Any = None
+) -> dict[str, Any]:
+    """mlx-lm's quantization of a dense checkpoint; returns the config.
+
+    predicate(name, module): whether, or how, a layer is quantized; a function of the model makes it
+    where group and bits are None.
+    """
+    from mlx_lm import utils
+
+    model, config = utils.load_model(folder)
+    model, config = utils.quantize_model(model, config, group, bits, quant_predicate=predicate)
+    utils.save_model(target, model)
+    utils.save_config(config, target / "config.json")
+    return dict(config)
+
+
 def write(
     folder: Path,
     model: Any,

@@ -75,12 +75,25 @@ def tensor(
     return change
 
 
+def up(leaf: str, f: Callable[[torch.Tensor], torch.Tensor] | None) -> Spoil:
+    """Replace a tensor of up_proj [512, 256] by f(tensor), or remove it."""
+    return tensor(f"{UP}.{leaf}", f)
+
+
 def raw(f: Callable[[bytes], bytes]) -> Spoil:
     def change(folder: Path) -> None:
         file = folder / "model.safetensors"
         file.write_bytes(f(file.read_bytes()))
 
     return change
+
+
+def refused(load: Callable[[Path], object], folder: Path, spoil: Spoil, message: str) -> None:
+    """The spoiled folder is not loaded; the error says why, and where."""
+    spoil(folder)
+    with pytest.raises((ValueError, FileNotFoundError), match=message) as caught:
+        load(folder)
+    assert str(folder) in str(caught.value)
 
 
 def both(*spoils: Spoil) -> Spoil:
