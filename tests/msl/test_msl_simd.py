@@ -145,7 +145,7 @@ def test_vectors_and_helpers() -> None:
 
 
 def test_threads_that_have_returned_take_no_part() -> None:
-    """What Metal says of active threads, where a launch allows inactive ones."""
+    """What Metal says of active threads, where a launch allows inactive ones: two simdgroups."""
     source = MetalSource(
         f"""{HEAD}kernel void k(device int* y, uint i [[thread_position_in_grid]]) {{
   if (i % 3 == 0) return;
@@ -154,9 +154,13 @@ def test_threads_that_have_returned_take_no_part() -> None:
   row[2] = simd_is_first(); row[3] = simd_prefix_exclusive_sum(1);
 }}"""
     )
-    y = torch.full((32, 4), -1, dtype=torch.int32)
-    source.function("k")(1, 32, [y], allow_inactive=True)
-    active = [i for i in LANES if i % 3]
-    for i in LANES:
-        want = [sum(active), len(active), int(i == 1), active.index(i)] if i % 3 else [-1] * 4
-        assert y[i].tolist() == want
+    y = torch.full((2, 32, 4), -1, dtype=torch.int32)
+    source.function("k")(1, 64, [y], allow_inactive=True)
+    for simdgroup, rows in enumerate(y):
+        ids = [32 * simdgroup + i for i in LANES]
+        active = [i for i in ids if i % 3]
+        for i, row in zip(ids, rows.tolist(), strict=True):
+            first = int(i == active[0])
+            assert row == (
+                [sum(active), len(active), first, active.index(i)] if i % 3 else [-1] * 4
+            )
