@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 from recorder import buffers_of, passes_of, recorded
-from shaders import SLOTS, args_of
+from shaders import SLOTS, alignment_of, args_of
 
 from torch_metalmm import _C, formats
 
@@ -33,10 +33,8 @@ def test_panels(bias: bool) -> None:
         y = ops.linear(x, w, b if bias else None, NAME, "dense")
     passes = passes_of(recording)
     assert y.shape == (3, n) and y.is_contiguous()
-    alignment = min((w.data_ptr() | 16) & -(w.data_ptr() | 16), 16)
-    plan = _C.plan(
-        m=3, n=n, k=k, format=NAME, chip="m1", strategy="dense", bias=bias, w_alignment=alignment
-    )
+    sizes = {"m": 3, "n": n, "k": k, "format": NAME, "bias": bias}
+    plan = _C.plan(**sizes, chip="m1", strategy="dense", w_alignment=alignment_of(w))
     dense, row = plan["dense"], w.stride(0)
     assert dense["panels"] == 2 and len(passes) == 2 + bias == len(plan["passes"])
     for calls, one in zip(passes, plan["passes"], strict=True):

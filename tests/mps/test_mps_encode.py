@@ -12,7 +12,7 @@ from cache_cases import as_stored
 from encode_calls import CALLS, CHIP, CORES, SPLIT, Call, K, N, packed
 from plan_cases import STRATEGIES, stored, strategies_used, strategy_of
 from recorder import buffers_of, passes_of, recorded
-from shaders import NAMES, SLOTS, args_of
+from shaders import NAMES, SLOTS, alignment_of, args_of
 from torch import Tensor
 
 from torch_metalmm import _C, formats
@@ -149,9 +149,9 @@ def planned_for(call: Call, dtype: torch.dtype) -> dict[str, Any]:
 
 
 def alignment(call: Call, *slots: str) -> int:
-    """The largest power of two, up to 16, at which all of these operands begin."""
-    begins = [t.data_ptr() | 16 for s in slots if (t := call.operands.get(s)) is not None]
-    return min((at & -at for at in begins), default=16)
+    """The largest power of two at which all of these operands begin."""
+    given = [t for s in slots if (t := call.operands.get(s)) is not None]
+    return min(map(alignment_of, given), default=16)
 
 
 def test_cases_reach_every_strategy() -> None:

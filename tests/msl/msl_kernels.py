@@ -33,6 +33,11 @@ def run(source: MetalSource, n: int, buffers: list[Tensor | int | float], group:
     source.function("k")((n + group - 1) // group, group, buffers, threads=n)
 
 
+def same(a: Tensor, b: Tensor) -> bool:
+    """Equal, with equal signs of zeros; any NaN equals any."""
+    return bool(((a == b) & (a.signbit() == b.signbit()) | a.isnan() & b.isnan()).all())
+
+
 class Batch:
     """Expressions of v = x[i] (and i, lane), each a kernel of one library."""
 

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from msl_kernels import HEAD, LANES, kernel, run
-from torch import Tensor
+from msl_kernels import HEAD, LANES, kernel, run, same
 
 from torch_metalmm.testing import MetalSource
 
@@ -33,9 +32,6 @@ def test_all_65536_values_and_their_rounding(name: str, dtype: torch.dtype) -> N
     m = ((values.double() + up.double()) / 2).float()  # exact; half way between neighbours
     m = torch.where(values.isfinite() & up.isfinite(), m, torch.zeros(()))
     run(source, 65536, [values, other, wide, back, total, product, ratio, m, middle])
-
-    def same(a: Tensor, b: Tensor) -> bool:
-        return bool(((a == b) & (a.signbit() == b.signbit()) | a.isnan() & b.isnan()).all())
 
     assert same(wide, values.float())
     assert same(back, values)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 from inputs import SCALE_BYTES, generator, random_weight
-from msl_kernels import kernel
+from msl_kernels import kernel, same
 from oracle import flushed, flushed_spec, spec
 from torch import Tensor
 
@@ -14,11 +14,6 @@ from torch_metalmm.testing import MetalSource, emulated
 
 TYPES = {"float": torch.float32, "bfloat": torch.bfloat16, "half": torch.float16}
 BINARY = {"+": torch.add, "-": torch.sub, "*": torch.mul, "/": torch.div}
-
-
-def same(a: Tensor, b: Tensor) -> bool:
-    """Equal, with equal signs of zeros; any NaN equals any."""
-    return bool(((a == b) & (a.signbit() == b.signbit()) | a.isnan() & b.isnan()).all())
 
 
 def every_exponent() -> Tensor:
