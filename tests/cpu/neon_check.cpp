@@ -225,16 +225,18 @@ int check_weighing() {
 }  // namespace metalmm::cpu
 
 int main() {
-  int failures = metalmm::cpu::check_tiles();
+  int failures = metalmm::cpu::check_tiles(), with_steps = 0;
   failures += metalmm::cpu::check_softmax() + metalmm::cpu::check_weighing();
   for (const metalmm::Format& f : metalmm::all_formats()) {
     failures += metalmm::cpu::check_format(f);
+    with_steps += metalmm::cpu::neon::kKernels.of(f.codec).steps.values > 0;
     for (int parts = 1; parts <= metalmm::cpu::int8::kMaxParts; ++parts) {
       failures += metalmm::cpu::check_int8(f, metalmm::cpu::neon::kInt8Kernels, parts, "neon");
       failures +=
           metalmm::cpu::check_int8(f, metalmm::cpu::neon_dot::kInt8Kernels, parts, "neon_dot");
     }
   }
-  std::printf("%zu formats, %d differences\n", metalmm::all_formats().size(), failures);
-  return failures != 0;
+  std::printf("%zu formats, %d with kernels of steps, %d differences\n",
+              metalmm::all_formats().size(), with_steps, failures);
+  return failures != 0 || with_steps == 0;
 }

@@ -42,6 +42,19 @@ def test_every_kernel(
     check(y, want, f"{name} {strategy}")
 
 
+@pytest.mark.isa
+@pytest.mark.parametrize("scale", [2.0**-96, 2.0**108])
+@pytest.mark.parametrize("name", ["q4_0", "q8_0", "q4_k", "q6_k", "iq4_xs", "mxfp4"])
+def test_small_and_large_x(name: str, scale: float) -> None:
+    """Instruction sets that scale sums of codes and x lose nothing from 2^-102 to 2^115."""
+    x = activations(2, K, seed=name)
+    packed = random_packed(name, N, K, "range")
+    want = Value.of(x * scale).dot(spec(name, packed, K), K + 8).store(torch.float32)
+    y = ops.linear(x * scale, packed, None, name)
+    assert y.isfinite().all() and y.any()
+    check(y, want, name)
+
+
 @pytest.mark.parametrize("name", [*BIASES, *SUBNORMALS])
 def test_codes_with_a_bias(name: str) -> None:
     """Every group and dtype of scales: one of a struct may be exact where another is not."""

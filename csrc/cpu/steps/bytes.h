@@ -21,7 +21,8 @@ namespace metalmm::cpu::MM_ISA {
 constexpr int chunk_value(int v, int lane) { return lane / 4 * 16 + 4 * v + lane % 4; }
 
 // Where the bytes of vector v % 4 come from: to the lowest byte of a lane, or, with a sign, to the
-// highest, which multiplies by 2^24; x is arranged divided by it. An x below 2^-102 loses bits.
+// highest, which multiplies by 2^24; x is arranged divided by it. An x below 2^-102 loses bits, and
+// sums of 32 products of an x above 2^115 and codes, which come before the scale, may overflow.
 constexpr float kSignedScale = 0x1p-24f;
 struct Spread {
   alignas(4 * kWidth) uint8_t byte[4][4 * kWidth];

@@ -41,9 +41,13 @@ from .runs import evaluating, normal
 
 _STAGES = 10
 _ERROR = 2.0**-8
-U = {torch.float32: 2.0**-24, torch.float16: 2.0**-11, torch.bfloat16: 2.0**-8}
 _SCALES = (1.0, 100.0, 0.01)  # for three rows
 _FAR = 2**24  # positions, more than any context; f32 tells them from the next
+
+
+def roundoff(dtype: torch.dtype) -> float:
+    """The largest relative error of a rounding to the dtype."""
+    return torch.finfo(dtype).eps / 2
 
 
 def agrees(fused: FusedLayer, runs: list[Seen], is_known: bool = False) -> bool:
@@ -90,12 +94,12 @@ def _close(
         got = _run(_fused_branches(fused, want), fused, x, kwargs, cache)
     except Exception:
         return False
-    u, mixer = U[x.dtype], fused.recipe.mixer
+    u, mixer = roundoff(x.dtype), fused.recipe.mixer
     if mixer is not None:
-        u = max(u, U[mixer.conv._parameters["weight"].dtype])  # type: ignore[union-attr]
+        u = max(u, roundoff(mixer.conv._parameters["weight"].dtype))  # type: ignore[union-attr]
     if x.device.type != "cpu":
-        u = max(u, 2.0**-11)
-    rounding = u + k**0.5 * 2.0**-24
+        u = max(u, roundoff(torch.float16))
+    rounding = u + k**0.5 * roundoff(torch.float32)
     for a, b, c in zip(got, want, near, strict=True):
         if a.dtype != b.dtype or a.shape != b.shape:
             return False

@@ -11,7 +11,7 @@ import torch
 from ...nn import QuantEmbedding, QuantLinear
 from ...nn.awaiting import Awaiting
 from ...nn.fused import unhooked
-from .confirm import U
+from .confirm import roundoff
 from .observe import quietly
 from .runs import numbers
 
@@ -53,8 +53,10 @@ def _agrees(end: Awaiting) -> bool:
         want, got = seen.computed(), end.made(seen.x)
     except Exception:  # steps that no op has, or no kernel for them
         return False
-    u = U[want.dtype] if want.is_cpu else max(U[want.dtype], U[torch.float16])
-    rounding = u + seen.x.shape[-1] ** 0.5 * U[torch.float32]
+    u = roundoff(want.dtype)
+    if not want.is_cpu:
+        u = max(u, roundoff(torch.float16))
+    rounding = u + seen.x.shape[-1] ** 0.5 * roundoff(torch.float32)
     # A tanh makes no relative error larger, and is itself within two roundings.
     error = (got.float() - want.float()).norm()
     return bool(error <= (len(seen.steps) + 2) * rounding * want.float().norm())
