@@ -69,6 +69,8 @@ TARGETS = {
     "torch_metalmm/files/heads.py": "test_mtp.py test_mlx_heads.py",
     "torch_metalmm/files/mlx/shifted.py": "test_mlx_heads.py",
     "torch_metalmm/files/gguf/nextn.py": "test_mtp.py",
+    "torch_metalmm/nn/awaiting.py": "test_ends.py",
+    "torch_metalmm/models/fuse/ends.py": "test_ends.py",
     "torch_metalmm/nn/again.py": "test_drafts.py test_serve_drafts.py",
     "torch_metalmm/hf/caches/hybrid.py": "test_hybrid_cache.py test_drafts.py test_serve_drafts.py",
     "torch_metalmm/nn/exact.py": "test_exact_rows.py test_drafts.py",

@@ -277,6 +277,14 @@ def test_names_without_mtp_count_where_no_other_head_is(tmp_path: Path) -> None:
     assert torch.equal(load_mtp(model, tmp_path / "alone").enorm.weight, -want.enorm.weight)
 
 
+def test_an_index_of_files_elsewhere(tmp_path: Path) -> None:
+    model = trunk("glm4_moe")
+    path = folder_with_head(model, tmp_path)
+    (path / "model.safetensors.index.json").write_text('{"weight_map": {"a": "../secret"}}')
+    with pytest.raises(ValueError, match=r"index\.json.*\.\./secret"):
+        load_mtp(model, path)
+
+
 def test_no_head(tmp_path: Path) -> None:
     model = trunk("glm4_moe")
     folder = folder_with_head(model, tmp_path)

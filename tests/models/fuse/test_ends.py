@@ -214,6 +214,14 @@ def test_an_op_that_fails_is_not_taken(
     assert not any(isinstance(owner_of(end), Awaiting) for end in ends(fused))
 
 
+def test_an_op_that_differs_is_not_taken(monkeypatch: pytest.MonkeyPatch) -> None:
+    """By more than its roundings: 2^-10, where logits are sums of 128 products in f32."""
+    made = Awaiting.made
+    monkeypatch.setattr(Awaiting, "made", lambda self, x: made(self, x) * (1 + 2.0**-10))
+    fused = fuse_(copy.deepcopy(both("granite")[0]), "swiglu")
+    assert not any(isinstance(owner_of(end), Awaiting) for end in ends(fused))
+
+
 def test_models_without_a_table_of_tokens() -> None:
     """Of images, of two towers, of sound: fuse_ leaves the ends that they do not have."""
     import transformers as t
