@@ -1,6 +1,8 @@
 // Products of one row of x, rounded to int8 or int16.
 #pragma once
 
+#include <type_traits>
+
 #include "codecs_pairs.h"
 
 namespace metalmm::cpu::MM_ISA {
@@ -112,6 +114,65 @@ class ChunkSum {
   V lanes_ = {};
   float mins_ = 0;  // of blocks of one group
 };
+
+#if defined(__AVX512F__)
+// What a row of W gives with int8 x, two chunks at a time. Traffic: 2 bytes a value of x.
+template <class Codec>
+class PairSum {
+  using Codes = Integers<Codec>;
+  using Block = typename Codes::Block;
+  static constexpr int8::Kind kKind = Codes::kKind;
+  static constexpr int kGroups = Codec::kBlockValues / kKind.sub;
+  using V = Floats<4 * kGroups>;  // a number of each group
+
+ public:
+  // Block b of the row.
+  MM_INLINE void add(const Block& block, const int8::RoundedRow& x, int64_t b) {
+    const V of_block = load_as<V>(Codes::scales(block)) * load_as<V>(x.scale + b * kGroups);
+    __m512 scales;
+    if constexpr (kGroups == 16) {
+      scales = reinterpret_cast<__m512>(of_block);
+    } else {
+      scales = _mm512_castps256_ps512(reinterpret_cast<__m256>(of_block));
+    }
+    if constexpr (kKind.min) {
+      const V added = load_as<V>(x.added + 4 * b * kGroups);
+      mins_ = fma_of(added, load_as<V>(Codes::mins(block)), mins_);
+    }
+#pragma GCC unroll 4
+    for (int c = 0; c < kChunks; c += 2) {
+      const int64_t at = (b * kChunks + c) * kChunkValues;
+      Ints<64> sum = {};
+      if constexpr (!kKind.min) sum = load_as<Ints<64>>(x.added + at);
+      const __m512i w = Pairs<Codec>::codes(block, c);
+      sum = dot<false>(sum, reinterpret_cast<Ints<64>>(w), load_as<Ints<64>>(x.codes + at));
+      const __m512 of_groups = _mm512_permutexvar_ps(groups_of(c), scales);
+      lanes_ = fma_of(__builtin_convertvector(sum, Floats<64>),
+                      reinterpret_cast<Floats<64>>(of_groups), lanes_);
+    }
+  }
+
+  MM_INLINE float total() const {
+    __m512 sum = reinterpret_cast<__m512>(lanes_);
+    if constexpr (kGroups == 16) sum = _mm512_add_ps(sum, reinterpret_cast<__m512>(mins_));
+    auto half = _mm256_add_ps(_mm512_castps512_ps256(sum), _mm512_extractf32x8_ps(sum, 1));
+    if constexpr (kGroups == 8) half = _mm256_add_ps(half, reinterpret_cast<__m256>(mins_));
+    return sum_of(reinterpret_cast<Floats<32>>(half));
+  }
+
+ private:
+  static constexpr int kChunks = Codec::kBlockValues / kChunkValues;
+  // Of each lane, which has four values, the group: from chunk c on.
+  static MM_INLINE __m512i groups_of(int c) {
+    const __m512i lane = _mm512_set_epi32(15, 14, 13, 12, 11, 10, 9, 8, 7, 6, 5, 4, 3, 2, 1, 0);
+    const __m512i group = _mm512_srli_epi32(lane, kKind.sub == 32 ? 3 : 2);
+    return _mm512_add_epi32(group, _mm512_set1_epi32(c * kChunkValues / kKind.sub));
+  }
+
+  Floats<64> lanes_ = {};
+  V mins_ = {};
+};
+#endif
 
 // Owner: one thread; kRows rows of W at a time, a kRows-th of the range apart (cpu/isa.cpp's Dot
 // says why). Traffic: W once, decoded into registers; x, kParts + 1 bytes a value, once per kRows
