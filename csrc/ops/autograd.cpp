@@ -8,8 +8,10 @@
 #include <string>
 
 #include "attention/autograd.h"
+#include "attention/checks.h"
 #include "attention/memory.h"
 #include "composed.h"
+#include "experts/checks.h"
 #include "gradients.h"
 #include "recurrent.h"
 #include "tensors.h"
@@ -164,7 +166,6 @@ Tensor recorded(const args::swiglu_linear& a) { return record<SwiGLULinear>(a); 
 Tensor recorded(const args::gemv& a) { return record<Scaled<args::gemv, gemv_at>>(a); }
 Tensor recorded(const args::gemm& a) {
   if (a.softcap == 0) return record<Scaled<args::gemm, gemm_at>>(a);
-  check(a);
   const Tensor y =
       call(args::gemm{a.x.to(at::kFloat), a.weight, a.format, a.c, a.alpha, a.beta, a.strategy, 0});
   return stored(composed::soft_cap(y, a.softcap), a.x.scalar_type());
@@ -172,7 +173,6 @@ Tensor recorded(const args::gemm& a) {
 
 // The norm is an op of its own, whose result is f32.
 Tensor recorded(const args::norm_linear& a) {
-  check(a);
   const OptionalTensor none;
   const bool has_factors = a.factors.has_value();
   Tensor y =
@@ -184,7 +184,6 @@ Tensor recorded(const args::norm_linear& a) {
 }
 
 Tensor recorded(const args::swiglu& a) {
-  check(a);
   const Tensor rows =
       a.eps.has_value() ? composed::rms_norm(a.x, a.norm_weight, *a.eps, a.offset) : a.x;
   const args::swiglu of_rows{rows,        a.gate_weight, a.up_weight,  a.format_gate,
@@ -194,20 +193,17 @@ Tensor recorded(const args::swiglu& a) {
 }
 
 Tensor recorded(const args::rms_norm& a) {
-  check(a);
   Tensor y = composed::rms_norm(a.x, a.weight, a.eps, a.offset);
   if (a.gate.has_value()) y = y * at::silu(a.gate->to(at::kFloat));
   return stored(a.residual.has_value() ? y + *a.residual : y, a.x.scalar_type());
 }
 
 std::tuple<Tensor, Tensor> recorded(const args::add_rms_norm& a) {
-  check(a);
   const Tensor sum = stored(a.x.to(at::kFloat) + a.residual, a.x.scalar_type());
   return {stored(composed::rms_norm(sum, a.weight, a.eps, a.offset), a.x.scalar_type()), sum};
 }
 
 Tensor recorded(const args::hadamard& a) {
-  check(a);
   return stored(composed::hadamard(a.x), a.x.scalar_type());
 }
 
@@ -217,7 +213,6 @@ namespace {
 
 template <class Args>
 Tensor recorded_state(const Args& a, const Tensor& rows, Tensor (*composed)(const Args&)) {
-  check(a);
   check_written(a);
   TORCH_CHECK_VALUE(!needs_grad(a.state), "state: requires grad, but ", OpOf<Args>::kName,
                     " writes it; pass state.detach()");
@@ -318,7 +313,9 @@ typename OpOf<Args>::Result computed(const Args& a) {
 
 template <class Args>
 typename OpOf<Args>::Result differentiable(const Args& a) {
-  return records_grad(a) ? recorded(a) : computed(a);
+  if (!records_grad(a)) return computed(a);
+  check(a);  // before recorded() computes with other ops, or keeps what its backward reads
+  return recorded(a);
 }
 
 template <class Args>

@@ -1,5 +1,6 @@
 // The Autograd kernels. Without a gradient to record they cost one check and one redispatch; with
-// one, recorded() of the op computes it, by torch's ops or as a node of Recorder.
+// one, recorded() of the op computes its checked arguments, by torch's ops or as a node of
+// Recorder.
 #pragma once
 
 #include <torch/csrc/autograd/custom_function.h>
@@ -40,9 +41,8 @@ struct Recorder<Formula, Args, Kinds<Kind...>>
   static Tensor forward(AutogradContext* ctx, typename Kind::Given... given) {
     at::AutoDispatchBelowADInplaceOrView guard;
     const Args a{given...};
-    const Tensor y = call(a);  // first: it checks what save() reads
     Formula::save(ctx, a);
-    return y;
+    return call(a);
   }
   static variable_list backward(AutogradContext* ctx, variable_list grads) {
     variable_list out(sizeof...(Kind));
