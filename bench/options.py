@@ -123,6 +123,7 @@ OPTIONS = {
     "rows": Option("what several rows of x cost vector kernels and tiles instead", bool),
     "ggml": Option("mul_mm.metal of ggml, of agx mul_mv.metal, in its own folders", Path),
     "mlx": Option("include folder of the wheel of MLX for macOS", Path),
+    "neon.ggml": Option("beside ggml: its folder, of llama.cpp's sources", Path),
     "chips.tokens": Option("of whole tokens, not of products", bool),
     "chips.context": Option("with --tokens: by context alone, as 128,8k"),
     "chips.cache": Option("with --tokens: by cache alone, formats as f16,q8_0"),
@@ -267,6 +268,9 @@ PRINTS = {
         "kernels as code of M1 and M2, by Mesa's compiler (make agx), ours and peers'",
         "kernels metal rows ggml mlx",
     ),
+    "neon": Command(
+        "neon.command", "instructions of products with one row of x on a Mac's CPU, by qemu", "ggml"
+    ),
     "tiles": Command(
         "shaders.tiles",
         "issue cycles per product of matrices, ours and peers'",
@@ -275,7 +279,7 @@ PRINTS = {
 }
 COMMANDS = MEASURES | PRINTS
 # What reads or writes pages, shaders and tests beside the package.
-OF_A_CLONE = ("agx", "cells", "chips", "tiles", "plot-formats")
+OF_A_CLONE = ("agx", "cells", "chips", "neon", "tiles", "plot-formats")
 
 
 def options_of(command: str) -> dict[str, Option]:
