@@ -80,7 +80,7 @@ struct Levels16 {
   MM_INLINE explicit Levels16(F s) : scale(s) {}
   template <int kVector>
   MM_INLINE F get(const uint8_t* qs) const {
-    return to_float(widen<kVector>(look_up(kTable.entry, nibble_bytes(qs)))) * scale;
+    return floats<kVector>(look_up(kTable.entry, nibble_bytes(qs))) * scale;
   }
 #endif
 };
@@ -145,13 +145,14 @@ struct Q4_1 : NibbleBlock<Linear16, 20> {
   }
 };
 
-// Five-bit code: a nibble and one bit of the 32-bit word qh.
-template <int kVector>
-MM_INLINE I fives(const uint8_t* qs, uint32_t qh) {
+// Five-bit codes, a nibble and one bit of the 32-bit word qh, less kOffset.
+template <int kVector, uint8_t kOffset>
+MM_INLINE F fives(const uint8_t* qs, uint32_t qh) {
 #if defined(__AVX512F__)
-  return (nibbles<kVector>(qs) & 15) | select_bits(qh >> (kVector * kWidth), 16);
+  const I code = (nibbles<kVector>(qs) & 15) | select_bits(qh >> (kVector * kWidth), 16);
+  return to_float(code - kOffset);
 #else
-  return widen<kVector>(nibble_bytes(qs) | spread_bits<16>(qh));
+  return floats<kVector>((nibble_bytes(qs) | spread_bits<16>(qh)) - kOffset);
 #endif
 }
 
@@ -168,7 +169,7 @@ struct Q5_0 : BlockCodec<32, 22> {
   }
   template <int kVector>
   static MM_INLINE F get(const Block& b, int) {
-    return to_float(fives<kVector>(b.qs, b.qh) - 16) * b.d;
+    return fives<kVector, 16>(b.qs, b.qh) * b.d;
   }
 };
 
@@ -185,7 +186,7 @@ struct Q5_1 : BlockCodec<32, 24> {
   }
   template <int kVector>
   static MM_INLINE F get(const Block& b, int) {
-    return fma(to_float(fives<kVector>(b.qs, b.qh)), b.d, b.m);
+    return fma(fives<kVector, 0>(b.qs, b.qh), b.d, b.m);
   }
 };
 

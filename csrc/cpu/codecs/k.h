@@ -79,8 +79,7 @@ struct Q3_K : BlockCodec<256, 110> {
   static MM_INLINE F get(const Block& k, int chunk) {
     const Bytes low = load_bytes(k.b + 32 + chunk / 4 * 32) >> (chunk % 4 * 2) & 3;
     const Bytes high = bit_to(load_bytes(k.b), chunk, 2);
-    return to_float(widen<kVector>((low | high) - 4)) *
-           set1(k.scale[2 * chunk + kVector * kWidth / 16]);
+    return floats<kVector>((low | high) - 4) * set1(k.scale[2 * chunk + kVector * kWidth / 16]);
   }
 };
 
@@ -157,9 +156,9 @@ struct Q5_K : SixBitScales<176> {
   static MM_INLINE F get(const Block& k, int chunk) {
     const Bytes qs = load_bytes(k.b + 48 + chunk / 2 * 32);
     const Bytes low = chunk % 2 ? qs >> 4 : qs & 15;
-    const I code = widen<kVector>(low | bit_to(load_bytes(k.b + 16), chunk, 4));
+    const F code = floats<kVector>(low | bit_to(load_bytes(k.b + 16), chunk, 4));
     const float* scale = k.scale + six_bit_scale(chunk);
-    return fma(to_float(code), set1(scale[0]), set1(scale[kSixBitOffset]));
+    return fma(code, set1(scale[0]), set1(scale[kSixBitOffset]));
   }
 };
 
@@ -177,8 +176,7 @@ struct Q6_K : BlockCodec<256, 210> {
     const Bytes qh = load_bytes(k.b + 128 + half_block * 32);
     const Bytes low = t < 2 ? ql & 15 : ql >> 4;
     const Bytes high = (t < 2 ? qh << (4 - 2 * t) : qh >> (2 * t - 4)) & 0x30;
-    return to_float(widen<kVector>((low | high) - 32)) *
-           set1(k.scale[2 * chunk + kVector * kWidth / 16]);
+    return floats<kVector>((low | high) - 32) * set1(k.scale[2 * chunk + kVector * kWidth / 16]);
   }
 };
 

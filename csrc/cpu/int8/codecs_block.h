@@ -28,8 +28,14 @@ MM_INLINE float half_value(const uint8_t* p) {
 }
 
 constexpr int kIQ4Offset = 128, kFP4Offset = 12;
-inline constexpr ByteTable kIQ4Bytes = byte_table(kIQ4Levels, kIQ4Offset);
 inline constexpr ByteTable kFP4Bytes = byte_table(kFP4Doubled, kFP4Offset);
+
+// The levels of IQ4 by nibbles, 128 added: by an instruction of its own where products take it off.
+MM_INLINE Bytes iq4_levels(const uint8_t* p) {
+  constexpr int kInTable = kWideCosts ? 0 : kIQ4Offset;
+  static constexpr ByteTable kLevels = byte_table(kIQ4Levels, kInTable);
+  return look_up(kLevels.entry, nibble_bytes(p)) ^ static_cast<uint8_t>(kInTable ^ kIQ4Offset);
+}
 
 // What the formats of 32 values have: a scale, a minimum or none, and where the codes are.
 struct ScaledBlock {
@@ -75,9 +81,7 @@ struct Integers<Q8_0> : OneScale<Q8_0, false, 128, true> {
 };
 template <>
 struct Integers<IQ4_NL> : OneScale<IQ4_NL, false, kIQ4Offset, true> {
-  static MM_INLINE Bytes codes(const Block& k, int) {
-    return look_up(kIQ4Bytes.entry, nibble_bytes(k.b + 2));
-  }
+  static MM_INLINE Bytes codes(const Block& k, int) { return iq4_levels(k.b + 2); }
 };
 template <>
 struct Integers<MXFP4> : OneScale<MXFP4, false, kFP4Offset> {

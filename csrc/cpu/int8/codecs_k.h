@@ -21,6 +21,9 @@ struct Grouped {
 // Bits `mask` of every byte after a shift to the left, or to the right where it is negative. Of
 // words, whose bits beyond their byte the mask takes away: bytes would be masked twice.
 MM_INLINE Bytes field(Bytes v, int left, uint8_t mask) {
+#if defined(MM_NEON)
+  return (left > 0 ? v << left : v >> -left) & mask;
+#endif
   typedef uint16_t Words __attribute__((vector_size(sizeof(Bytes))));
   const Words w = reinterpret_cast<Words>(v);
   return reinterpret_cast<Bytes>(left > 0 ? w << left : w >> -left) & mask;
@@ -99,7 +102,7 @@ struct Integers<Q6_K> : Grouped<Q6_K, 16, false, 32> {
 template <>
 struct Integers<IQ4_XS> : Grouped<IQ4_XS, 32, false, kIQ4Offset, true> {
   static MM_INLINE Bytes codes(const Block& k, int chunk) {
-    return look_up(kIQ4Bytes.entry, nibble_bytes(k.b + 8 + 16 * chunk));
+    return iq4_levels(k.b + 8 + 16 * chunk);
   }
 };
 

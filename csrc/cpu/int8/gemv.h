@@ -33,7 +33,8 @@ class ChunkSum {
   using V = Floats<kGemvBytes>;
   static constexpr int8::Kind kKind = Codes::kKind;
   static constexpr int kVectors = kChunkValues / kGemvBytes, kLanes = kGemvBytes / 4;
-  static constexpr bool kWide = kKind.wide && kWideCosts;
+  static constexpr CodeRange kRange = range_of(kKind.wide, kKind.min);
+  static_assert(kRange != CodeRange::kLess128 || kKind.offset == 128);
   static constexpr int kGroups = Codec::kBlockValues / kKind.sub;
   static constexpr int kChunks = Codec::kBlockValues / kChunkValues;
   // Sums of a chunk, one or two vectors.
@@ -53,7 +54,9 @@ class ChunkSum {
       }
       // From here on in memory: gcc would permute registers for each lane, where a load gives every
       // lane one number; q6_k 4.8 cycles a chunk (Zen 4).
+#if !defined(MM_NEON)
       if (kKind.sub >= kGemvBytes) asm("" : "+m"(scales));
+#endif
     }
     if constexpr (kKind.min) {
       const uint8_t* added = x.added + 4 * b * kGroups;
@@ -66,8 +69,12 @@ class ChunkSum {
         }
       }
     }
+    const int8_t* q = x.codes + b * kChunks * kParts * kChunkValues;
 #pragma GCC unroll 8
-    for (int c = 0; c < kChunks; ++c) multiply(block, scales, c, x, b * kChunks + c);
+    for (int c = 0; c < kChunks; ++c, q += kParts * kChunkValues) {
+      multiply(block, scales, c, q, x, b * kChunks + c);
+      if (kChunks > 1) in_order(q, lanes_);
+    }
   }
 
   MM_INLINE float total() const { return sum_of(lanes_) + mins_; }
@@ -88,22 +95,22 @@ class ChunkSum {
     return every<kGemvBytes>(numbers[c * kSums + i]);
   }
 
-  MM_INLINE void multiply(const Block& block, const float* scales, int c, const int8::RoundedRow& x,
-                          int64_t chunk) {
+  MM_INLINE void multiply(const Block& block, const float* scales, int c, const int8_t* codes_of_x,
+                          const int8::RoundedRow& x, int64_t chunk) {
     const Bytes codes = Codes::codes(block, c);
 #pragma GCC unroll 2
     for (int i = 0; i < kSums; ++i) {
       Ints<kGemvBytes> sum = {}, high = {};
-      if (!kKind.min) {
+      if (!kKind.min && kRange != CodeRange::kLess128) {
         sum = load_as<Ints<kGemvBytes>>(x.added + (chunk * kSums + i) * kGemvBytes);
       }
 #pragma GCC unroll 2
       for (int v = i * kVectors / kSums; v < (i + 1) * kVectors / kSums; ++v) {
-        const int8_t* q = x.codes + chunk * kParts * kChunkValues + v * kGemvBytes;
+        const int8_t* q = codes_of_x + v * kGemvBytes;
         const auto w = part<kGemvBytes>(codes, v);
-        if (kParts == 2) high = dot<kWide>(high, w, load_as<Ints<kGemvBytes>>(q));
+        if (kParts == 2) high = dot<kRange>(high, w, load_as<Ints<kGemvBytes>>(q));
         q += (kParts - 1) * kChunkValues;
-        sum = dot<kWide>(sum, w, load_as<Ints<kGemvBytes>>(q));
+        sum = dot<kRange>(sum, w, load_as<Ints<kGemvBytes>>(q));
       }
       static_assert(int8::kBase == (1 << 8) - 1, "shifts, where vectors multiply slowly");
       if (kParts == 2) sum += (high << 8) - high;
@@ -145,7 +152,8 @@ class PairSum {
       Ints<64> sum = {};
       if constexpr (!kKind.min) sum = load_as<Ints<64>>(x.added + at);
       const __m512i w = Pairs<Codec>::codes(block, c);
-      sum = dot<false>(sum, reinterpret_cast<Ints<64>>(w), load_as<Ints<64>>(x.codes + at));
+      sum = dot<CodeRange::kPlain>(sum, reinterpret_cast<Ints<64>>(w),
+                                   load_as<Ints<64>>(x.codes + at));
       const __m512 of_groups = _mm512_permutexvar_ps(groups_of(c), scales);
       lanes_ = fma_of(__builtin_convertvector(sum, Floats<64>),
                       reinterpret_cast<Floats<64>>(of_groups), lanes_);

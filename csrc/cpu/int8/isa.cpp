@@ -40,7 +40,7 @@ void decode_codes(const Weight& w, int64_t n, int64_t first, int64_t last, const
 // A tile of c: kRows rows of W by kPanels panels of x, of kSpan values of each row in a vector.
 // Owner: one thread. Traffic: per kSpan values of K, kPanels loads of x and kRows broadcasts of w.
 // Needs: W decoded, in the first-level cache or the second.
-template <int kBytes, int kSpan, int kSub, bool kMin, bool kWide, int kRows, int kPanels>
+template <int kBytes, int kSpan, int kSub, bool kMin, CodeRange kRange, int kRows, int kPanels>
 struct Int8Tile {
   using V = Floats<kBytes>;
   static constexpr Layout kLayout{kBytes, kSpan};
@@ -56,7 +56,9 @@ struct Int8Tile {
     Ints<kBytes> sum[kRows][kPanels];
     for (int r = 0; r < kRows; ++r) {
       for (int p = 0; p < kPanels; ++p) {
-        sum[r][p] = kMin ? Ints<kBytes>{} : load_as<Ints<kBytes>>(added + p * t.panel_stride);
+        sum[r][p] = kMin || kRange == CodeRange::kLess128
+                        ? Ints<kBytes>{}
+                        : load_as<Ints<kBytes>>(added + p * t.panel_stride);
       }
     }
 #pragma GCC unroll 8
@@ -70,7 +72,7 @@ struct Int8Tile {
       for (int r = 0; r < kRows; ++r) {
         const auto w = repeated<kBytes, kSpan>(t.w.row(r).codes + chunk * kChunkValues + v * kSpan);
 #pragma GCC unroll 4
-        for (int p = 0; p < kPanels; ++p) sum[r][p] = dot<kWide>(sum[r][p], w, codes[p]);
+        for (int p = 0; p < kPanels; ++p) sum[r][p] = dot<kRange>(sum[r][p], w, codes[p]);
       }
     }
     V scale[kPanels];
@@ -145,7 +147,7 @@ struct NumbersTo<0, i...> {
 
 template <int kSub, bool kMin, bool kWide, int... b, int... g>
 constexpr int8::KindKernels kind_kernels(Numbers<b...>, Numbers<g...>) {
-  constexpr bool wide = kWide && kWideCosts;
+  constexpr CodeRange range = range_of(kWide, kMin);
   constexpr int n = kVectorBytes;
   using int8::kBatchedSpan, int8::kGemmSpan;
   return {{round_row<kSub, kMin, 1>, round_row<kSub, kMin, 2>},
@@ -153,10 +155,10 @@ constexpr int8::KindKernels kind_kernels(Numbers<b...>, Numbers<g...>) {
            pack<kGemvBytes, kBatchedSpan, kSub, kMin, 2>},
           {pack<n, kBatchedSpan, kSub, kMin, 1>, pack<n, kBatchedSpan, kSub, kMin, 2>},
           {pack<n, kGemmSpan, kSub, kMin, 1>, pack<n, kGemmSpan, kSub, kMin, 2>},
-          {Int8Tile<kGemvBytes, kBatchedSpan, kSub, kMin, wide, kNarrowRows, 1>::run, kNarrowRows},
-          {{Int8Tile<n, kBatchedSpan, kSub, kMin, wide, kBatchedRows[b], b + 1>::run,
+          {Int8Tile<kGemvBytes, kBatchedSpan, kSub, kMin, range, kNarrowRows, 1>::run, kNarrowRows},
+          {{Int8Tile<n, kBatchedSpan, kSub, kMin, range, kBatchedRows[b], b + 1>::run,
             kBatchedRows[b]}...},
-          {{Int8Tile<n, kGemmSpan, kSub, kMin, wide, kGemmRows[g], g + 1>::run, kGemmRows[g]}...}};
+          {{Int8Tile<n, kGemmSpan, kSub, kMin, range, kGemmRows[g], g + 1>::run, kGemmRows[g]}...}};
 }
 // By Kind::index().
 template <int index>

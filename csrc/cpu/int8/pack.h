@@ -82,7 +82,7 @@ struct Fours {
   MM_INLINE explicit Fours(const int8_t* codes) {
 #if defined(__AVX2__)
     const Ints<32> ones = reinterpret_cast<Ints<32>>(_mm256_set1_epi8(1));
-    const Ints<32> sums = dot<false>(Ints<32>{}, ones, load_as<Ints<32>>(codes));
+    const Ints<32> sums = dot<CodeRange::kPlain>(Ints<32>{}, ones, load_as<Ints<32>>(codes));
     std::memcpy(sum, &sums, sizeof sum);
 #else
     for (int i = 0; i < kChunkValues / 4; ++i) {

@@ -136,7 +136,10 @@ struct ByteDot {
 
   static MM_INLINE void multiply_block(const Block& block, const float* x, F (&acc)[kM]) {
 #pragma GCC unroll 8
-    for (int c = 0; c < S::kChunks; ++c) multiply(block, c, x, acc);
+    for (int c = 0; c < S::kChunks; ++c) {
+      multiply(block, c, x, acc);
+      in_order(x, acc[0]);
+    }
     const float* sums = x + Codec::kBlockValues * kM;
     if constexpr (S::kMins > 0) {
 #pragma GCC unroll 4
@@ -155,6 +158,7 @@ struct ByteDot {
     Block open[kRows];
     const Stream stream(a.weight);
     for (int64_t b = 0; b < a.weight.k / Codec::kBlockValues; ++b) {
+      const float* x = a.x + b * S::kFloats * kM;
 #pragma GCC unroll 4
       for (int r = 0; r < kRows; ++r) {
         for (int i = 0; i < Codec::kBlockBytes; i += 64) {
@@ -163,8 +167,11 @@ struct ByteDot {
         Codes::open(row[r], b, open[r]);
         // From here on in memory: gcc would permute registers for each scale, where a load gives
         // every lane one.
+#if defined(__AVX2__)
         if (S::kGroups > 1) asm("" : "+m"(open[r]));
-        multiply_block(open[r], a.x + b * S::kFloats * kM, acc[r]);
+#endif
+        multiply_block(open[r], x, acc[r]);
+        in_order(x, acc[r][0]);
         // x is read again for each row of W: kept in registers for two, it takes those of sums.
         if (kM > 1 && S::kMins > 0) asm volatile("" : : : "memory");
       }
