@@ -38,7 +38,8 @@ int main(int, char** argv) {
     std::vector<uint8_t> memory(int8::RoundedRow::bytes(k, parts));
     const auto row = int8::RoundedRow::in(memory.data(), k, parts);
     const auto& codec = neon_dot::kInt8Kernels.codec[static_cast<int>(f.codec)];
-    for (int64_t i = 0; i < calls; ++i) codec.gemv[parts - 1]({w, 0, MM_ROWS, row, y.data()});
+    for (int64_t i = 0; i < calls; ++i)
+      codec.gemv[0][parts - 1]({w, 0, MM_ROWS, &row, y.data(), MM_ROWS});
   }
   return 0;
 }

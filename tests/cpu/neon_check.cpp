@@ -126,7 +126,7 @@ int check_int8(const Format& f, const int8::Kernels& fast, int parts, const char
   const int8::Kernels& slow = scalar::kInt8Kernels;
   const int8::CodecKernels &a = fast.codec[static_cast<int>(f.codec)],
                            &b = slow.codec[static_cast<int>(f.codec)];
-  if (!b.gemv[0]) return a.gemv[0] != nullptr;
+  if (!b.gemv[0][0]) return a.gemv[0][0] != nullptr;
   std::vector<uint8_t> packed;
   const Weight w = random_weight(f, packed);
   const std::vector<float> x = random_values(kColumns * kK);
@@ -137,10 +137,13 @@ int check_int8(const Format& f, const int8::Kernels& fast, int parts, const char
   ka.round[parts - 1](x.data(), 0, kK / kChunkValues, a.kind.offset, ra);
   kb.round[parts - 1](x.data(), 0, kK / kChunkValues, b.kind.offset, rb);
   int failures = row_a != row_b;
-  std::vector<float> ya(kRows), yb(kRows);
-  a.gemv[parts - 1]({w, 0, kRows, ra, ya.data()});
-  b.gemv[parts - 1]({w, 0, kRows, rb, yb.data()});
-  failures += !near(ya, yb, kK);
+  for (int i = 0; i < int8::kNumGemvM; ++i) {
+    const std::vector<int8::RoundedRow> xa(int8::kGemvM[i], ra), xb(int8::kGemvM[i], rb);
+    std::vector<float> ya(int8::kGemvM[i] * kRows), yb(ya.size());
+    a.gemv[i][parts - 1]({w, 0, kRows, xa.data(), ya.data(), kRows});
+    b.gemv[i][parts - 1]({w, 0, kRows, xb.data(), yb.data(), kRows});
+    failures += !near(ya, yb, kK);
+  }
   using Pack = int8::ByParts<int8::PackKernel>;
   const auto compare = [&](int8::Layout layout, const Pack& pa, const Pack& pb,
                            const int8::Tile& ta, const int8::Tile& tb) {

@@ -1,4 +1,4 @@
-// Products of one row of x, rounded to int8 or int16.
+// Products of a few rows of x, rounded to int8 or int16.
 #pragma once
 
 #include <type_traits>
@@ -25,8 +25,8 @@ MM_INLINE void prefetch_planes(const Weight& w, const uint8_t* row) {
   for (int64_t i = l.scales_offset; i < end; i += 64) __builtin_prefetch(row + w.row_stride + i);
 }
 
-// What a row of W gives, chunk by chunk. Traffic: kParts + 1 bytes a value of x.
-template <class Codec, int kParts>
+// What a row of W gives with kM rows of x, chunk by chunk. Traffic: kParts + 1 bytes a value of x.
+template <class Codec, int kParts, int kM>
 class ChunkSum {
   using Codes = Integers<Codec>;
   using Block = typename Codes::Block;
@@ -42,8 +42,33 @@ class ChunkSum {
 
  public:
   // Block b of the row.
-  MM_INLINE void add(const Block& block, const int8::RoundedRow& x, int64_t b) {
-    float scales[kGroups];
+  MM_INLINE void add(const Block& block, const int8::RoundedRow* x, int64_t b) {
+    float scales[kM][kGroups];
+    const int8_t* q[kM];
+#pragma GCC unroll 4
+    for (int m = 0; m < kM; ++m) {
+      scale(block, x[m], b, scales[m]);
+      add_mins(block, x[m], b, m);
+      q[m] = x[m].codes + b * kChunks * kParts * kChunkValues;
+    }
+#pragma GCC unroll 8
+    for (int c = 0; c < kChunks; ++c) {
+      const Bytes codes = Codes::codes(block, c);
+#pragma GCC unroll 4
+      for (int m = 0; m < kM; ++m) {
+        multiply(codes, scales[m], c, q[m], x[m], b * kChunks + c, lanes_[m]);
+        q[m] += kParts * kChunkValues;
+        if (kChunks > 1) in_order(q[m], lanes_[m]);
+      }
+    }
+  }
+
+  MM_INLINE float total(int m) const { return sum_of(lanes_[m]) + mins_[m]; }
+
+ private:
+  // The scales of the block's groups, those of W times those of x.
+  static MM_INLINE void scale(const Block& block, const int8::RoundedRow& x, int64_t b,
+                              float (&scales)[kGroups]) {
     if constexpr (kGroups == 1) {
       scales[0] = *Codes::scales(block) * x.scale[b];
     } else {
@@ -58,28 +83,23 @@ class ChunkSum {
       if (kKind.sub >= kGemvBytes) asm("" : "+m"(scales));
 #endif
     }
+  }
+
+  MM_INLINE void add_mins(const Block& block, const int8::RoundedRow& x, int64_t b, int m) {
     if constexpr (kKind.min) {
       const uint8_t* added = x.added + 4 * b * kGroups;
       if constexpr (kGroups == 1) {
-        mins_ = fma_of(load_as<float>(added), *Codes::mins(block), mins_);
+        mins_[m] = fma_of(load_as<float>(added), *Codes::mins(block), mins_[m]);
       } else {
 #pragma GCC unroll 4
         for (int i = 0; i < kGroups; i += kLanes) {
-          lanes_ = fma_of(load_as<V>(added + 4 * i), load_as<V>(Codes::mins(block) + i), lanes_);
+          const V of_x = load_as<V>(added + 4 * i);
+          lanes_[m] = fma_of(of_x, load_as<V>(Codes::mins(block) + i), lanes_[m]);
         }
       }
     }
-    const int8_t* q = x.codes + b * kChunks * kParts * kChunkValues;
-#pragma GCC unroll 8
-    for (int c = 0; c < kChunks; ++c, q += kParts * kChunkValues) {
-      multiply(block, scales, c, q, x, b * kChunks + c);
-      if (kChunks > 1) in_order(q, lanes_);
-    }
   }
 
-  MM_INLINE float total() const { return sum_of(lanes_) + mins_; }
-
- private:
   // The numbers of chunk c, sum i: where a vector holds two groups, each in its lanes.
   static MM_INLINE V of_groups(const float* numbers, int c, int i) {
 #if defined(__AVX2__)
@@ -95,9 +115,8 @@ class ChunkSum {
     return every<kGemvBytes>(numbers[c * kSums + i]);
   }
 
-  MM_INLINE void multiply(const Block& block, const float* scales, int c, const int8_t* codes_of_x,
-                          const int8::RoundedRow& x, int64_t chunk) {
-    const Bytes codes = Codes::codes(block, c);
+  static MM_INLINE void multiply(Bytes codes, const float* scales, int c, const int8_t* codes_of_x,
+                                 const int8::RoundedRow& x, int64_t chunk, V& lanes) {
 #pragma GCC unroll 2
     for (int i = 0; i < kSums; ++i) {
       Ints<kGemvBytes> sum = {}, high = {};
@@ -114,17 +133,18 @@ class ChunkSum {
       }
       static_assert(int8::kBase == (1 << 8) - 1, "shifts, where vectors multiply slowly");
       if (kParts == 2) sum += (high << 8) - high;
-      lanes_ = fma_of(__builtin_convertvector(sum, V), of_groups(scales, c, i), lanes_);
+      lanes = fma_of(__builtin_convertvector(sum, V), of_groups(scales, c, i), lanes);
     }
   }
 
-  V lanes_ = {};
-  float mins_ = 0;  // of blocks of one group
+  V lanes_[kM] = {};
+  float mins_[kM] = {};  // of blocks of one group
 };
 
 #if defined(__AVX512F__)
-// What a row of W gives with int8 x, two chunks at a time. Traffic: 2 bytes a value of x.
-template <class Codec>
+// What a row of W gives with kM rows of int8 x, two chunks at a time. Traffic: 2 bytes a value of
+// x.
+template <class Codec, int kM>
 class PairSum {
   using Codes = Integers<Codec>;
   using Block = typename Codes::Block;
@@ -134,42 +154,50 @@ class PairSum {
 
  public:
   // Block b of the row.
-  MM_INLINE void add(const Block& block, const int8::RoundedRow& x, int64_t b) {
-    const V of_block = load_as<V>(Codes::scales(block)) * load_as<V>(x.scale + b * kGroups);
-    __m512 scales;
-    if constexpr (kGroups == 16) {
-      scales = reinterpret_cast<__m512>(of_block);
-    } else {
-      scales = _mm512_castps256_ps512(reinterpret_cast<__m256>(of_block));
-    }
-    if constexpr (kKind.min) {
-      const V added = load_as<V>(x.added + 4 * b * kGroups);
-      mins_ = fma_of(added, load_as<V>(Codes::mins(block)), mins_);
+  MM_INLINE void add(const Block& block, const int8::RoundedRow* x, int64_t b) {
+    __m512 scales[kM];
+#pragma GCC unroll 4
+    for (int m = 0; m < kM; ++m) {
+      scales[m] = wide(load_as<V>(Codes::scales(block)) * load_as<V>(x[m].scale + b * kGroups));
+      if constexpr (kKind.min) {
+        const V added = load_as<V>(x[m].added + 4 * b * kGroups);
+        mins_[m] = fma_of(added, load_as<V>(Codes::mins(block)), mins_[m]);
+      }
     }
 #pragma GCC unroll 4
     for (int c = 0; c < kChunks; c += 2) {
       const int64_t at = (b * kChunks + c) * kChunkValues;
-      Ints<64> sum = {};
-      if constexpr (!kKind.min) sum = load_as<Ints<64>>(x.added + at);
-      const __m512i w = Pairs<Codec>::codes(block, c);
-      sum = dot<CodeRange::kPlain>(sum, reinterpret_cast<Ints<64>>(w),
-                                   load_as<Ints<64>>(x.codes + at));
-      const __m512 of_groups = _mm512_permutexvar_ps(groups_of(c), scales);
-      lanes_ = fma_of(__builtin_convertvector(sum, Floats<64>),
-                      reinterpret_cast<Floats<64>>(of_groups), lanes_);
+      const auto w = reinterpret_cast<Ints<64>>(Pairs<Codec>::codes(block, c));
+#pragma GCC unroll 4
+      for (int m = 0; m < kM; ++m) {
+        Ints<64> sum = {};
+        if constexpr (!kKind.min) sum = load_as<Ints<64>>(x[m].added + at);
+        sum = dot<CodeRange::kPlain>(sum, w, load_as<Ints<64>>(x[m].codes + at));
+        const __m512 of_groups = _mm512_permutexvar_ps(groups_of(c), scales[m]);
+        lanes_[m] = fma_of(__builtin_convertvector(sum, Floats<64>),
+                           reinterpret_cast<Floats<64>>(of_groups), lanes_[m]);
+      }
     }
   }
 
-  MM_INLINE float total() const {
-    __m512 sum = reinterpret_cast<__m512>(lanes_);
-    if constexpr (kGroups == 16) sum = _mm512_add_ps(sum, reinterpret_cast<__m512>(mins_));
+  MM_INLINE float total(int m) const {
+    __m512 sum = reinterpret_cast<__m512>(lanes_[m]);
+    if constexpr (kGroups == 16) sum = _mm512_add_ps(sum, wide(mins_[m]));
     auto half = _mm256_add_ps(_mm512_castps512_ps256(sum), _mm512_extractf32x8_ps(sum, 1));
-    if constexpr (kGroups == 8) half = _mm256_add_ps(half, reinterpret_cast<__m256>(mins_));
+    if constexpr (kGroups == 8) half = _mm256_add_ps(half, reinterpret_cast<__m256>(mins_[m]));
     return sum_of(reinterpret_cast<Floats<32>>(half));
   }
 
  private:
   static constexpr int kChunks = Codec::kBlockValues / kChunkValues;
+  // With anything behind the numbers of eight groups.
+  static MM_INLINE __m512 wide(V v) {
+    if constexpr (kGroups == 16) {
+      return reinterpret_cast<__m512>(v);
+    } else {
+      return _mm512_castps256_ps512(reinterpret_cast<__m256>(v));
+    }
+  }
   // Of each lane, which has four values, the group: from chunk c on.
   static MM_INLINE __m512i groups_of(int c) {
     const __m512i lane = _mm512_set_epi32(15, 14, 13, 12, 11, 10, 9, 8, 7, 6, 5, 4, 3, 2, 1, 0);
@@ -177,22 +205,22 @@ class PairSum {
     return _mm512_add_epi32(group, _mm512_set1_epi32(c * kChunkValues / kKind.sub));
   }
 
-  Floats<64> lanes_ = {};
-  V mins_ = {};
+  Floats<64> lanes_[kM] = {};
+  V mins_[kM] = {};
 };
 #endif
 
 // Owner: one thread; kRows rows of W at a time, a kRows-th of the range apart (cpu/isa.cpp's Dot
-// says why). Traffic: W once, decoded into registers; x, kParts + 1 bytes a value, once per kRows
-// rows.
-template <class Codec, int kRows, int kParts>
+// says why). Traffic: W once, decoded into registers; kM rows of x, kParts + 1 bytes a value, once
+// per row of W.
+template <class Codec, int kRows, int kParts, int kM>
 struct Int8Gemv {
   using Codes = Integers<Codec>;
 #if defined(__AVX512F__)
-  using Sum = std::conditional_t<kParts == 1 && Codec::kBlockValues == 256, PairSum<Codec>,
-                                 ChunkSum<Codec, kParts>>;
+  using Sum = std::conditional_t<kParts == 1 && Codec::kBlockValues == 256, PairSum<Codec, kM>,
+                                 ChunkSum<Codec, kParts, kM>>;
 #else
-  using Sum = ChunkSum<Codec, kParts>;
+  using Sum = ChunkSum<Codec, kParts, kM>;
 #endif
 
   static MM_INLINE void multiply_rows(const int8::GemvArgs& g, const uint8_t* const* p,
@@ -223,7 +251,7 @@ struct Int8Gemv {
       Sum y[kRows];
       multiply_rows(g, p, y);
       for (int r = 0; r < kRows && i + r * passes < n_rows; ++r) {
-        g.y[i + r * passes] = y[r].total();
+        for (int m = 0; m < kM; ++m) g.y[m * g.y_stride + i + r * passes] = y[r].total(m);
       }
     }
   }

@@ -132,6 +132,8 @@ constexpr int kGemvRows = 4, kNarrowRows = 4;
 constexpr int kBatchedRows[] = {4, 4, 2, 2}, kGemmRows[] = {4, 4};
 #endif
 constexpr int kBatchedPanels = sizeof kBatchedRows / sizeof *kBatchedRows;
+// Rows of W of a gemv for m rows of x.
+constexpr int gemv_rows(int m) { return m == 1 ? kGemvRows : 2; }
 constexpr int kGemmPanels = sizeof kGemmRows / sizeof *kGemmRows;
 static_assert(kBatchedPanels <= int8::kMaxPanels && kGemmPanels <= int8::kMaxPanels);
 
@@ -167,13 +169,19 @@ constexpr int8::KindKernels kind_kernels() {
       NumbersTo<kBatchedPanels>::type{}, NumbersTo<kGemmPanels>::type{});
 }
 
+template <class Codec, int kM>
+constexpr int8::GemvKernel kGemv[] = {Int8Gemv<Codec, gemv_rows(kM), 1, kM>::run,
+                                      Int8Gemv<Codec, gemv_rows(kM), 2, kM>::run};
+
 template <class Codec>
 constexpr int8::CodecKernels codec_kernels() {
   if constexpr (Integers<Codec>::kKind.sub == 0) {
     return {};
   } else {
     return {Integers<Codec>::kKind,
-            {Int8Gemv<Codec, kGemvRows, 1>::run, Int8Gemv<Codec, kGemvRows, 2>::run},
+            {{kGemv<Codec, 1>[0], kGemv<Codec, 1>[1]},
+             {kGemv<Codec, 2>[0], kGemv<Codec, 2>[1]},
+             {kGemv<Codec, 4>[0], kGemv<Codec, 4>[1]}},
             decode_codes<Codec>};
   }
 }

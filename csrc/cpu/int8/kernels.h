@@ -76,12 +76,14 @@ struct RoundedRow {
 using RoundKernel = void (*)(const float* x, int64_t first_chunk, int64_t last_chunk, int offset,
                              const RoundedRow& out);
 
-// y[n - first_row] = x w[n] for the rows [first_row, last_row).
+// y[m * y_stride + n - first_row] = x[m] w[n] for the rows [first_row, last_row), and as many m as
+// the kernel is compiled for.
 struct GemvArgs {
   Weight weight;
   int64_t first_row, last_row;
-  RoundedRow x;
+  const RoundedRow* x;
   float* y;
+  int64_t y_stride;
 };
 using GemvKernel = void (*)(const GemvArgs&);
 
@@ -129,9 +131,14 @@ struct KindKernels {
   Tile narrow, batched[kMaxPanels], gemm[kMaxPanels];  // the last two by panels - 1
 };
 
+// The rows of x for which gemv is compiled.
+constexpr int kGemvM[] = {1, 2, 4};
+constexpr int kNumGemvM = sizeof kGemvM / sizeof kGemvM[0];
+constexpr int kMaxGemvM = kGemvM[kNumGemvM - 1];
+
 struct CodecKernels {
   Kind kind;
-  ByParts<GemvKernel> gemv;  // null: the format has no integer codes
+  ByParts<GemvKernel> gemv[kNumGemvM];  // null: the format has no integer codes
   DecodeKernel decode;
 };
 

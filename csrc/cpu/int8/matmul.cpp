@@ -87,13 +87,21 @@ struct Rounded {
 };
 
 void gemv(const Product& p, const at::Tensor& x) {
+  std::vector<Rounded> rounded;
+  std::vector<RoundedRow> rows;
   for (int64_t m = 0; m < p.m; ++m) {
     const float* from = elements<float>(x) + m * x.stride(0);
-    const Rounded rounded(from, p.w.k, p.parts, p.codec.kind, p.kind);
-    over_rows(1, p.n, p.w.k, [&](int64_t, int64_t first, int64_t last) {
-      p.codec.gemv[p.parts - 1]({p.w, first, last, rounded.row, p.y + m * p.n + first});
-    });
+    rounded.emplace_back(from, p.w.k, p.parts, p.codec.kind, p.kind);
+    rows.push_back(rounded.back().row);
   }
+  over_rows(1, p.n, p.w.k, [&](int64_t, int64_t first, int64_t last) {
+    for (int64_t m = 0; m < p.m;) {
+      int i = kNumGemvM - 1;
+      while (kGemvM[i] > p.m - m) --i;
+      p.codec.gemv[i][p.parts - 1]({p.w, first, last, &rows[m], p.y + m * p.n + first, p.n});
+      m += kGemvM[i];
+    }
+  });
 }
 
 // Results of the rows [first, last) of W, a tile's rows at a time, which lie apart as those of
@@ -218,7 +226,7 @@ void row_products(const RowProducts& products, int64_t n, const Weight& like, co
     const RowProducts::Product& p = products.of[i];
     Weight w = like;
     w.data = p.w;
-    codec.gemv[parts - 1]({w, first, last, rounded[p.x].row, p.y + first});
+    codec.gemv[0][parts - 1]({w, first, last, &rounded[p.x].row, p.y + first, n});
   });
 }
 

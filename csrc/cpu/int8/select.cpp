@@ -70,7 +70,7 @@ const Kernels& current_kernels() {
 }
 
 bool has_codes(const Format& format) {
-  return current_kernels().codec[static_cast<int>(format.codec)].gemv[0] != nullptr;
+  return current_kernels().codec[static_cast<int>(format.codec)].gemv[0][0] != nullptr;
 }
 
 }  // namespace int8
