@@ -39,7 +39,7 @@ int main(int, char** argv) {
     const auto row = int8::RoundedRow::in(memory.data(), k, parts);
     const auto& codec = neon_dot::kInt8Kernels.codec[static_cast<int>(f.codec)];
     for (int64_t i = 0; i < calls; ++i)
-      codec.gemv[0][parts - 1]({w, 0, MM_ROWS, &row, y.data(), MM_ROWS});
+      codec.gemv[parts - 1][0]({w, 0, MM_ROWS, &row, y.data(), MM_ROWS});
   }
   return 0;
 }

@@ -11,7 +11,6 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from torch_metalmm.nn.activations import KINDS
 from torch_metalmm.nn.exact import exact_rows
 
 from ..problem import Checker, Problem, Variant
@@ -40,8 +39,7 @@ def of_rows(problem: Problem, variant: Variant, ms: Sequence[int]) -> Cell:
     for m in ms:
         fastest = way(problem, variant, checker, m, f"{variant.name} {m}")
         ways.append(replace(fastest, against={"of_one": f"{variant.name} 1"}))
-        # Rows rounded in blocks have no exact form.
-        if m > 1 and not any(kind in variant.name for kind in KINDS):
+        if m > 1:
             ways.append(exactly(problem, variant, m, ways[-1]))
     return of_problem(problem, "exact", ways)
 

@@ -137,12 +137,17 @@ int check_int8(const Format& f, const int8::Kernels& fast, int parts, const char
   ka.round[parts - 1](x.data(), 0, kK / kChunkValues, a.kind.offset, ra);
   kb.round[parts - 1](x.data(), 0, kK / kChunkValues, b.kind.offset, rb);
   int failures = row_a != row_b;
-  for (int i = 0; i < int8::kNumGemvM; ++i) {
-    const std::vector<int8::RoundedRow> xa(int8::kGemvM[i], ra), xb(int8::kGemvM[i], rb);
-    std::vector<float> ya(int8::kGemvM[i] * kRows), yb(ya.size());
-    a.gemv[i][parts - 1]({w, 0, kRows, xa.data(), ya.data(), kRows});
-    b.gemv[i][parts - 1]({w, 0, kRows, xb.data(), yb.data(), kRows});
+  std::vector<float> alone;  // of one row of x, whose bits each of several equal ones has
+  for (int m = 1; m <= int8::kMaxGemvCodes / parts; ++m) {
+    const std::vector<int8::RoundedRow> xa(m, ra), xb(m, rb);
+    std::vector<float> ya(m * kRows), yb(ya.size());
+    a.gemv[parts - 1][m - 1]({w, 0, kRows, xa.data(), ya.data(), kRows});
+    b.gemv[parts - 1][m - 1]({w, 0, kRows, xb.data(), yb.data(), kRows});
     failures += !near(ya, yb, kK);
+    if (m == 1) alone = ya;
+    for (int i = 0; i < m; ++i) {
+      failures += std::memcmp(ya.data() + i * kRows, alone.data(), kRows * sizeof(float)) != 0;
+    }
   }
   using Pack = int8::ByParts<int8::PackKernel>;
   const auto compare = [&](int8::Layout layout, const Pack& pa, const Pack& pb,

@@ -17,7 +17,7 @@ from test_decoding import Kept
 from torch import Tensor, nn
 from transformers import DynamicCache, StoppingCriteriaList
 
-from torch_metalmm import PackedCache, activations_
+from torch_metalmm import PackedCache
 from torch_metalmm.hf import answer as hf_answer
 from torch_metalmm.hf.answer import Chooser
 from torch_metalmm.hf.caches.hybrid import states_of
@@ -355,10 +355,6 @@ def test_what_drafts_are_not_for() -> None:
         answer(hybrid, prompt, DynamicCache(config=hybrid.config), draft="lookup", exact=False)
     with pytest.raises(ValueError, match="draft: a model of 128 tokens; the model has 96"):
         drafter_of(small("llama", vocab_size=128), model)
-    activations_(model, "int8")
-    with pytest.raises(ValueError, match="rounds its input to int8; exact=False takes"):
-        answer(model, prompt, draft="lookup")
-    answer(model, prompt, draft="lookup", exact=False)
     dense = model_of()
     dense.lm_head = nn.Linear(64, 96, bias=False)
     with pytest.raises(ValueError, match="exact, but lm_head is a Linear of torch"):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from typing import Any
 
 import pytest
@@ -11,7 +12,8 @@ from layer_models import ids, small
 from replay_pair import on, steps_of
 from torch import Tensor
 
-from torch_metalmm import PackedCache, formats, fuse_
+from torch_metalmm import PackedCache, activations_, formats, fuse_
+from torch_metalmm.formats.activations import TOP_CODES
 from torch_metalmm.models.cache_argument import with_cache
 from torch_metalmm.nn.exact import MOST, exact_rows
 
@@ -70,6 +72,16 @@ def test_rows_of_a_step_have_the_bits_of_single_steps(
             assert torch.equal(got, want), count
 
 
+@pytest.mark.parametrize("kind", TOP_CODES)
+@pytest.mark.parametrize("case", ["qwen3", "qwen3_moe", "qwen3_5_text"])
+def test_rows_of_rounded_activations(case: str, kind: str) -> None:
+    model = activations_(copy.deepcopy(family_pair(case)[1]), kind)
+    prompt, rest = ids(1, 20), ids(1, 2 * MOST, seed=1)
+    want = stepped(model, "q8_0", prompt, rest, 1)
+    for count in (2, 4, 8):
+        assert torch.equal(stepped(model, "q8_0", prompt, rest, count), want), count
+
+
 @pytest.mark.parametrize("case", sorted({*CASES} - {"mamba2"}))
 def test_every_family(case: str) -> None:
     """Experts and recurrent layers, too; steps are replayed. A cache of mamba2 counts no rows: it
@@ -88,21 +100,23 @@ SIZES = [(40, 256), (24, 4096)]  # in the second simdgroups share K of a row (ge
 
 
 @pytest.mark.parametrize(("n", "k"), SIZES)
-@pytest.mark.parametrize("engine", ["cpu", "emulator"])
+@pytest.mark.parametrize(
+    "given", [("cpu", None), *(("cpu", k) for k in TOP_CODES), ("emulator", None)]
+)
 @pytest.mark.parametrize("name", ["q4_0", "q4_k", "affine4_g64"])
-def test_rows_of_an_op(name: str, engine: str, n: int, k: int) -> None:
+def test_rows_of_an_op(name: str, given: tuple[str, str | None], n: int, k: int) -> None:
     """Products, with a norm and as gate and up, of every number of rows; one more is another."""
     g = torch.Generator().manual_seed(0)
     x = torch.randn(MOST + 1, k, generator=g).to(torch.float16) * 3
     w, u = (formats.get(name).quantize(torch.randn(n, k, generator=g)) for _ in range(2))
     norm = torch.rand(k, generator=g).to(torch.float16)
-    ops = torch.ops.metalmm
+    ops, (engine, kind) = torch.ops.metalmm, given
 
     def all_of(rows: Tensor) -> list[Tensor]:
         return [
-            ops.linear(rows, w, None, name),
-            ops.norm_linear(rows, norm, 1e-6, 0.0, w, None, name),
-            ops.swiglu(rows, w, u, name, name, "gelu_tanh", norm, 1e-6),
+            ops.linear(rows, w, None, name, activations=kind),
+            ops.norm_linear(rows, norm, 1e-6, 0.0, w, None, name, activations=kind),
+            ops.swiglu(rows, w, u, name, name, "gelu_tanh", norm, 1e-6, activations=kind),
         ]
 
     with on(engine):

@@ -368,6 +368,4 @@ def why_inexact(model: Any, cache: Any) -> str:
     for name, module in model.named_modules():
         if type(module) is nn.Linear:
             return f"{name} is a Linear of torch, whose rows depend on their number"
-        if getattr(module, "activations", None) is not None:
-            return f"{name} rounds its input to {module.activations}"
     return ""

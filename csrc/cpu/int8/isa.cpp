@@ -169,9 +169,8 @@ constexpr int8::KindKernels kind_kernels() {
       NumbersTo<kBatchedPanels>::type{}, NumbersTo<kGemmPanels>::type{});
 }
 
-template <class Codec, int kM>
-constexpr int8::GemvKernel kGemv[] = {Int8Gemv<Codec, gemv_rows(kM), 1, kM>::run,
-                                      Int8Gemv<Codec, gemv_rows(kM), 2, kM>::run};
+template <class Codec, int kParts, int kM>
+constexpr int8::GemvKernel kGemv = Int8Gemv<Codec, gemv_rows(kM), kParts, kM>::run;
 
 template <class Codec>
 constexpr int8::CodecKernels codec_kernels() {
@@ -179,9 +178,8 @@ constexpr int8::CodecKernels codec_kernels() {
     return {};
   } else {
     return {Integers<Codec>::kKind,
-            {{kGemv<Codec, 1>[0], kGemv<Codec, 1>[1]},
-             {kGemv<Codec, 2>[0], kGemv<Codec, 2>[1]},
-             {kGemv<Codec, 4>[0], kGemv<Codec, 4>[1]}},
+            {{kGemv<Codec, 1, 1>, kGemv<Codec, 1, 2>, kGemv<Codec, 1, 3>, kGemv<Codec, 1, 4>},
+             {kGemv<Codec, 2, 1>, kGemv<Codec, 2, 2>}},
             decode_codes<Codec>};
   }
 }

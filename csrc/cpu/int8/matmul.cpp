@@ -6,6 +6,7 @@
 
 #include "cpu/lines.h"
 #include "cpu/parallel.h"
+#include "ops/exact_rows.h"
 #include "ops/tensors.h"
 
 namespace metalmm::cpu::int8 {
@@ -95,11 +96,10 @@ void gemv(const Product& p, const at::Tensor& x) {
     rows.push_back(rounded.back().row);
   }
   over_rows(1, p.n, p.w.k, [&](int64_t, int64_t first, int64_t last) {
-    for (int64_t m = 0; m < p.m;) {
-      int i = kNumGemvM - 1;
-      while (kGemvM[i] > p.m - m) --i;
-      p.codec.gemv[i][p.parts - 1]({p.w, first, last, &rows[m], p.y + m * p.n + first, p.n});
-      m += kGemvM[i];
+    const int64_t most = kMaxGemvCodes / p.parts;
+    for (int64_t m = 0; m < p.m; m += most) {
+      const GemvKernel kernel = p.codec.gemv[p.parts - 1][std::min(most, p.m - m) - 1];
+      kernel({p.w, first, last, &rows[m], p.y + m * p.n + first, p.n});
     }
   });
 }
@@ -189,7 +189,7 @@ void gemm(const Product& p, const at::Tensor& x) {
 }
 
 Strategy choose_strategy(int64_t m, int parts) {
-  if (m == 1) return Strategy::kGemv;
+  if (m * parts <= kMaxGemvCodes || are_exact(m)) return Strategy::kGemv;
   return m * parts <= kMaxBatchedRows ? Strategy::kGemvBatched : Strategy::kGemm;
 }
 
@@ -226,7 +226,7 @@ void row_products(const RowProducts& products, int64_t n, const Weight& like, co
     const RowProducts::Product& p = products.of[i];
     Weight w = like;
     w.data = p.w;
-    codec.gemv[0][parts - 1]({w, first, last, &rounded[p.x].row, p.y + first, n});
+    codec.gemv[parts - 1][0]({w, first, last, &rounded[p.x].row, p.y + first, n});
   });
 }
 

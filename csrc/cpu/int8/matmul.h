@@ -1,8 +1,8 @@
 // y = x Wᵀ on the CPU with x rounded to int8 or int16: the three ways to walk it, as those of
 // cpu/matmul.h.
 //
-// gemv          each row of x on its own: W is decoded M times, into registers
-// gemv_batched  a few rows of x share one decoding of W, into the first-level cache
+// gemv          up to kMaxGemvCodes rows of codes share one decoding of W, into registers
+// gemv_batched  a few more share one into the first-level cache
 // gemm          W is decoded into the second-level cache and multiplied in register tiles
 // A strategy gives a row of x the same bits whatever the other rows are.
 #pragma once
