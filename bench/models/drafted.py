@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from torch_metalmm import PackedCache, fuse_, load_gguf
+from torch_metalmm import PackedCache, activations_, fuse_, load_gguf
 from torch_metalmm.hf.caches.layers import DTYPE_NAMES
 from torch_metalmm.hf.decoding import decode
 from torch_metalmm.hf.drafts import ROWS, Pace
@@ -56,14 +56,16 @@ def run(run: Run) -> Iterator[Record]:
     if args.inexact:
         yield from inexact(model, tokenizer, run)
         return
-    for task, (asked, text) in TASKS.items():
-        message = {"role": "user", "content": f"{asked}\n\n{text}".rstrip()}
-        prompt = tokenizer.apply_chat_template(
-            [message], add_generation_prompt=True, return_tensors="pt", return_dict=True
-        )["input_ids"].to(device)
-        drafters = {f"{task}, {prompt.shape[1]} tokens": "lookup"}
-        title = f"SmolLM2, {device}, answers of {args.new_tokens} tokens"
-        yield from raced(title, model, [prompt], drafters, args)
+    for kind in (None, *args.activations):
+        activations_(model, kind)
+        title = f"SmolLM2, {device}, x {kind or 'exact'}, answers of {args.new_tokens} tokens"
+        for task, (asked, text) in TASKS.items():
+            message = {"role": "user", "content": f"{asked}\n\n{text}".rstrip()}
+            prompt = tokenizer.apply_chat_template(
+                [message], add_generation_prompt=True, return_tensors="pt", return_dict=True
+            )["input_ids"].to(device)
+            drafters = {f"{task}, {prompt.shape[1]} tokens": "lookup"}
+            yield from raced(title, model, [prompt], drafters, args)
 
 
 def raced(
