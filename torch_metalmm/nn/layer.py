@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+from functools import partial
 from typing import Any
 
 import torch
@@ -31,6 +32,7 @@ from .rotation import no_angles
 from .sharded import ColumnsLinear
 from .stand_in import StandIn
 from .step import Held, Step
+from .streams import through
 from .watch import Watch
 
 _NONE = Held()  # of layers without heads
@@ -61,6 +63,7 @@ class FusedLayer(StandIn):
         self._norms = [norm for norm in recipe.norms() if norm.name]
         self.confirmed: tuple[torch.dtype, set[torch.dtype]] | None = None
         self._positions = positions(layer)
+        self._dims = 3 if recipe.streams is None else 4
         self._changes = -1  # of settings, when kind and alike were read
         self._read_kinds()
 
@@ -81,7 +84,7 @@ class FusedLayer(StandIn):
         x: Tensor = args[0] if args else kwargs.pop(self._positions[0])
         heads = recipe.heads
         angles = None if heads is None else kwargs.get(heads.embeddings)  # type: ignore[arg-type]
-        if x.dim() != 3 or (angles is None and heads is not None and heads.embeddings):
+        if x.dim() != self._dims or (angles is None and heads is not None and heads.embeddings):
             return self.original(x, **kwargs)
         positions = None if heads is None else _positions_of(heads, kwargs)
         if positions is None and heads is not None and heads.growth is not None:
@@ -163,7 +166,11 @@ class FusedLayer(StandIn):
 
     def compute(self, ops: Ops, x: Tensor, kwargs: dict[str, Any], held: Held) -> Tensor:
         """The layer's result."""
-        for branch in self.recipe.branches:
+        recipe = self.recipe
+        if recipe.streams is not None:
+            run = partial(self._branch, ops, kwargs=kwargs, held=held)
+            return through(recipe.streams, ops, x, [partial(run, b) for b in recipe.branches])
+        for branch in recipe.branches:
             x = self._branch(ops, branch, x, kwargs, held)
         return self._scaled(x)
 
@@ -186,6 +193,10 @@ class FusedLayer(StandIn):
         if isinstance(norm, Whole):
             x, norm = norm(x, kwargs), None
         if isinstance(core, Beside):
+            if core.adds_x:
+                if norm is not None:
+                    x, norm = ops.rms_norm(x, norm.weight(), norm.eps, norm.offset), None
+                h = h + x
             rows: Any = (None,) * len(core.parts)
             if core.projection is not None:
                 [factors] = core.factors_of(x, (core.projection,))
@@ -193,7 +204,7 @@ class FusedLayer(StandIn):
                 rows = torch.split(row, list(core.sizes), -1)
             for part, row in zip(core.parts, rows, strict=True):
                 h = self._branch(ops, part, x, kwargs, held, h, row)
-            return h
+            return h if core.divisor == 1 else h / core.divisor
         if isinstance(core, Heads):
             a, gate = attended(core, ops, norm, x, kwargs, held, row)
             if gate is not None:
@@ -210,10 +221,10 @@ class FusedLayer(StandIn):
         if isinstance(core, GatedMLP):
             return _joined(ops, branch.output, *self._gated(ops, core, norm, x), residual=h)
         if isinstance(core, Product):
-            own = core.linear._parameters
-            gate = normed(ops, norm, x, own["weight"], core.linear.format, own["bias"])
+            gate = projection(ops, norm, x, core.projections[0], None) if row is None else row
             if core.factor is None:
-                return _joined(ops, branch.output, ACTIVATIONS[core.activation](gate), None, h)
+                act = ACTIVATIONS.get(core.activation)
+                return _joined(ops, branch.output, act(gate) if act else gate, None, h)
             factor = kwargs[core.factor].to(gate.dtype)
             return _joined(ops, branch.output, gate, (factor.contiguous(), core.activation), h)
         if norm is not None:
@@ -222,7 +233,7 @@ class FusedLayer(StandIn):
             output = branch.output
             if output.post is None and output.scale == 1:
                 return core.of(ops, x, h)
-            return _added(ops, output.post, output.scale, core.of(ops, x, None), h)
+            return _added(ops, output, core.of(ops, x, None), h)
         return _joined(ops, branch.output, core(x, kwargs), None, h)
 
     def _gated(
@@ -246,6 +257,7 @@ class FusedLayer(StandIn):
         for branch in r.each():
             if isinstance(branch.core, Mixer | Mixture):
                 found += branch.core.floats()
+        found += [] if r.streams is None else r.streams.floats()
         return [t for t in found if t is not None]
 
     def _trained(self) -> bool:
@@ -312,7 +324,7 @@ def _joined(
     """
     layer, post, scale = output.linear, output.post, output.scale
     if layer is None:
-        return _added(ops, post, scale, x, residual)
+        return _added(ops, output, x, residual)
     own = layer._parameters
     weight, bias, format = own["weight"], own["bias"], layer.format
     plain = post is None and scale == 1
@@ -335,13 +347,14 @@ def _joined(
         return y.view(residual.shape)
     if ranks is not None:
         y = all_reduce(y, ranks)
-    return y if plain else _added(ops, post, scale, y, residual)
+    return y if plain else _added(ops, output, y, residual)
 
 
-def _added(ops: Ops, post: Norm | None, scale: float, y: Tensor, residual: Tensor) -> Tensor:
+def _added(ops: Ops, output: Output, y: Tensor, residual: Tensor) -> Tensor:
     """residual + scale * post(y)."""
+    post, scale = output.post, output.scale
     if post is not None:
-        joined = residual if scale == 1 else None
+        joined = residual if scale == 1 and output.joins else None
         y = ops.rms_norm(y, post.weight(), post.eps, post.offset, joined)
         if scale == 1:
             return y

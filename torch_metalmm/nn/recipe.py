@@ -268,9 +268,12 @@ class Whole:
 
 @dataclass
 class Product:
-    """act(linear(x)), times an argument of the layer where `factor` names one."""
+    """act(linear(x)), times an argument of the layer where `factor` names one.
 
-    linear: Any
+    projections: that one linear layer. activation "": as it is.
+    """
+
+    projections: tuple[Any, ...]
     activation: str
     factor: str | None
 
@@ -290,13 +293,41 @@ class Beside(_Ordered):
 
     Each part has the norm, since its product takes it, but no module that is called in its place.
     projection: those of all parts as one, whose results are `sizes` and scaled by `factors`; None:
-    each part's own.
+    each part's own. adds_x: what the norm gives is added, too, and no part has the norm. divisor:
+    of the whole sum.
     """
 
     parts: tuple[Branch, ...]
+    adds_x: bool = False
+    divisor: float = 1.0
     projection: Any = None
     sizes: tuple[int, ...] = ()
     factors: Tensor | None = None
+
+
+@dataclass(kw_only=True)
+class Streams(_Ordered):
+    """A layer of n streams [n, batch, length, size], whose branches are those of the first.
+
+    Of an h come m = tanh(router(norm(h))) and coefficients, linear layers of m. Before the branches
+    h is the first stream, and stream i becomes that and the sum over j of predict(m)[n i + j] times
+    stream j. Behind all but the last branch h is what these give, and stream i becomes that and
+    1 + correct(m)[i] times what is new in the first. The last branch is given the first stream,
+    times a vector, and is added to the others.
+    factors: of the router's results, then ones, the bias of `correct`.
+    """
+
+    norm: Norm
+    router: Any
+    predict: Any
+    correct: Any = None
+    vector: tuple[nn.Module, str] | None = None  # a module's parameter
+    order: Tensor | None = None
+    factors: Tensor | None = None
+
+    def floats(self) -> list[Tensor | None]:
+        """The parameters that are no norm's."""
+        return [] if self.vector is None else [self.vector[0]._parameters[self.vector[1]]]
 
 
 @dataclass
@@ -307,6 +338,7 @@ class Recipe:
     branches: tuple[Branch, ...]
     factor: str | None = None  # the layer's buffer that the result is multiplied by
     rest: tuple[None, ...] | None = None  # what the result is in a tuple with
+    streams: Streams | None = None
 
     def __post_init__(self) -> None:
         cores = [branch.core for branch in self.each()]
@@ -321,23 +353,22 @@ class Recipe:
     def norms(self) -> list[Norm]:
         every: list[Any] = [] if self.heads is None else self.heads.norms()
         every += [] if self.mixer is None else [self.mixer.norm]
-        for branch in self.branches:
-            every += (branch.pre, branch.output.post)
+        every += [] if self.streams is None else [self.streams.norm]
+        every += (branch.pre for branch in self.branches)
+        every += (branch.output.post for branch in self.each())
         return [norm for norm in every if isinstance(norm, Norm)]
 
     def linears(self) -> list[Any]:
         """The linear layers that our ops compute."""
-        every: list[Any] = []
+        every: list[Any] = [] if self.streams is None else [self.streams.router]
         for branch in self.each():
             core = branch.core
-            if isinstance(core, Heads | Mixer):
+            if isinstance(core, Heads | Mixer | Product):
                 every += core.projections
             elif isinstance(core, GatedMLP):
                 every += core.layers()[:2]
             elif isinstance(core, Mixture):
                 every += core.linears()
-            elif isinstance(core, Product):
-                every.append(core.linear)
             every.append(branch.output.linear)
         return [layer for layer in every if layer is not None]
 

@@ -73,7 +73,7 @@ def _cases(runs: list[Seen]) -> Iterator[tuple[Tensor, dict[str, Any], Any, bool
         if narrow:
             yield x.float(), wide, cache, True
     random = normal(*x.shape).to(x.device)
-    for row, scale in zip(random, _SCALES, strict=True):
+    for row, scale in zip(random.movedim(-3, 0), _SCALES, strict=True):
         row.mul_(scale)
     yield random, wide, cache, narrow
 
@@ -115,11 +115,12 @@ def _close(
 def _run(
     branches: Any, fused: FusedLayer, x: Tensor, kwargs: dict[str, Any], cache: Any
 ) -> list[Tensor]:
-    """What each branch gives, keys, values and states in the cache afterwards, and those shared."""
+    """What each branch gives, or the streams, by rows of the batch; keys, values and states in the
+    cache afterwards, and those shared."""
     own, heads, mixer = copy_of(cache), fused.recipe.heads, fused.recipe.mixer
     given = {n: copy.copy(v) if isinstance(v, Mapping) else v for n, v in kwargs.items()}
     given.update({name: own for name, v in given.items() if hasattr(v, "update_conv_state")})
-    found: list[Tensor] = branches(x.clone(), **given)
+    found = [y.movedim(-3, 0) for y in branches(x.clone(), **given)]
     if heads is not None and heads.kv_heads:
         layer = own.layers[number(heads)]
         found += (layer.keys, layer.values)
@@ -133,7 +134,7 @@ def _run(
 
 
 def _branches(fused: FusedLayer) -> Any:
-    """The layer's own forward as a function that gives what each branch gives."""
+    """The layer's own forward as a function that gives what each branch gives, or the streams."""
     recipe, seen = fused.recipe, []
 
     def see(_: Any, args: Any, kwargs: Any) -> None:
@@ -141,7 +142,8 @@ def _branches(fused: FusedLayer) -> Any:
         seen.append(next(given).clone())
 
     def run(x: Tensor, **kwargs: Any) -> list[Tensor]:
-        entries = [_entry(fused.module, branch) for branch in recipe.branches[1:]]
+        branches = recipe.branches[1:] if recipe.streams is None else ()
+        entries = [_entry(fused.module, branch) for branch in branches]
         hooks = [e.register_forward_pre_hook(see, with_kwargs=True) for e in entries]
         try:
             y = fused.original(x, **kwargs)
@@ -163,7 +165,7 @@ def _entry(layer: nn.Module, branch: Branch) -> nn.Module:
     elif isinstance(first, Mixture):
         found = first.module
     else:
-        found = first.linear if isinstance(first, Product) else first.module
+        found = first.projections[0] if isinstance(first, Product) else first.module
     return found
 
 
@@ -171,6 +173,8 @@ def _fused_branches(fused: FusedLayer, sums: list[Tensor]) -> Any:
     """Each branch in our ops, of the layer's own sum before it: routers choose by roundings."""
 
     def run(x: Tensor, **kwargs: Any) -> list[Tensor]:
+        if fused.recipe.streams is not None:
+            return [fused.fused(x, **kwargs)]
         starts = [x, *sums[: len(fused.recipe.branches) - 1]]
         return [fused.part(i, h, kwargs) for i, h in enumerate(starts)]
 

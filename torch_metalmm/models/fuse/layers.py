@@ -15,7 +15,7 @@ from ...nn.fused import MergedLinear, owner_of
 from ...nn.layer import FusedLayer
 from ...nn.mixture import Mixture, join
 from ...nn.norm import FusedNorm
-from ...nn.recipe import Beside, Growth, Heads, Mixer, Recipe
+from ...nn.recipe import Beside, Growth, Heads, Mixer, Product, Recipe
 from ...nn.rotation import FusedRotation
 from ...nn.router import FusedRouter
 from ...nn.sharded import everywhere, is_sharded
@@ -146,7 +146,7 @@ def _fuse(
 def _merge_parts(layer: nn.Module, beside: Beside, once: dict[int, str | None]) -> None:
     """Let the projections of all parts be one, where all are alike."""
     cores: list[Any] = [part.core for part in beside.parts]
-    if not all(isinstance(core, Heads | Mixer) for core in cores):
+    if not all(isinstance(core, Heads | Mixer | Product) for core in cores):
         return
     linears = [linear for core in cores for linear in core.projections]
     merged = merge_projections(layer, tuple(linears), once)
@@ -158,9 +158,10 @@ def _merge_parts(layer: nn.Module, beside: Beside, once: dict[int, str | None]) 
         counts = [len(p.names) if isinstance(p, MergedLinear) else 1 for p in core.projections]
         core.projections, parts = tuple(parts[: sum(counts)]), parts[sum(counts) :]
         sizes.append(sum(part.out_features for part in core.projections))
-        factors.append(torch.ones(sizes[-1]) if core.factors is None else core.factors)
+        own = getattr(core, "factors", None)
+        factors.append(torch.ones(sizes[-1]) if own is None else own)
     beside.projection, beside.sizes = merged, tuple(sizes)
-    if any(core.factors is not None for core in cores):
+    if any(getattr(core, "factors", None) is not None for core in cores):
         beside.factors = torch.cat([f.cpu() for f in factors])
 
 

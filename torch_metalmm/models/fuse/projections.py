@@ -139,7 +139,7 @@ def _gate(gate: Tensor, outputs: tuple[Tensor, Tensor], heads: int) -> Any:
         return None if torch.equal(given.reshape(wanted.shape), wanted) else False
     by_head = factor.view(*factor.shape[:-1], heads, -1)
     gated = (given.reshape(*by_head.shape[:-1], -1) * by_head).reshape(wanted.shape)
-    if not _near(gated, wanted):
+    if not near(gated, wanted):
         return False
     return "values" if by_head.shape[-1] > 1 else "heads"
 
@@ -248,7 +248,7 @@ def _value_norm(inner: list[Call], of_v: Tensor, v: Tensor) -> tuple[Norm | None
         norm = as_norm(call.module, size) if len(call.inputs) == 1 else None
         if norm is not None and not norm.name:
             made = _rms_norm(by_head, norm.weight(), norm.eps, norm.offset)
-            if _near(made, v.transpose(1, 2)):
+            if near(made, v.transpose(1, 2)):
                 return (norm,)
     return None
 
@@ -272,10 +272,11 @@ def _rotation(
         if cos.shape[-1] > size or cos.shape[-1] % 2:
             continue
         got = _rope(row, cos, sin, *heads, None, *weights, pairs)
-        if all(_near(a, b) for a, b in zip(got, wanted, strict=False)):
+        if all(near(a, b) for a, b in zip(got, wanted, strict=False)):
             return form, pairs
     return None
 
 
-def _near(a: Tensor, b: Tensor) -> bool:
+def near(a: Tensor, b: Tensor) -> bool:
+    """Whether a differs from b by less than one that is computed in another way."""
     return bool((a - b).norm() <= _NEAR * b.norm())

@@ -9,7 +9,7 @@ from __future__ import annotations
 from functools import reduce
 from itertools import product
 from operator import add
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -17,13 +17,27 @@ from torch import Tensor, nn
 from ...nn import QuantLinear
 from ...nn.fused import GatedMLP, SwiGLU, plain
 from ...nn.gate import ACTIVATIONS
-from ...nn.recipe import Beside, Branch, Heads, Mixer, Norm, Output, Product, Recipe, Whole
+from ...nn.recipe import (
+    Beside,
+    Branch,
+    Heads,
+    Mixer,
+    Norm,
+    Output,
+    Product,
+    Recipe,
+    Streams,
+    Whole,
+)
 from .delta import mixer_of, rescale
 from .heads import heads_of
 from .mixtures import mixture_of
 from .norms import as_norm
 from .observe import Call, Seen, convolution_of
 from .runs import PLAIN, Unknown, numbers_of, one
+from .streams import ends_of, streams_of
+
+_DIVISORS = (1.0, 2**0.5)  # of sums of two that keep their size
 
 
 def recipe_of(layer: nn.Module, runs: list[Seen], heads: bool = True) -> Recipe:
@@ -57,6 +71,17 @@ def _names(runs: list[Seen]) -> frozenset[str]:
     return frozenset(name for seen in runs for name in seen.kwargs)
 
 
+class _Part(NamedTuple):
+    """A core, and what follows: the linear layer of its output, None where the core ends the
+    branch; a norm. adds_x: and its x. out: what came of it."""
+
+    core: Any
+    linear: Any
+    post: Norm | None = None
+    adds_x: bool = False
+    out: Any = None
+
+
 class _Reader:
     """Reads a layer's branches off the calls of its modules, from x on."""
 
@@ -67,6 +92,7 @@ class _Reader:
         tops = [c for c in self.seen.calls if c.module not in within]
         self.calls = [c for c in tops if all(t is not c.out for t in c.inputs)]  # no dropout
         self.factor: str | None = None
+        self.streams: Streams | None = None
         out = self.seen.out
         self.rest: tuple[None, ...] | None = None
         if isinstance(out, tuple) and out and all(weights is None for weights in out[1:]):
@@ -75,34 +101,46 @@ class _Reader:
 
     def recipe(self) -> Recipe:
         h, y, branches = self.seen.x, self.out, []
-        if not isinstance(y, Tensor) or not isinstance(h, Tensor) or h.dim() != 3:
-            raise Unknown("not one tensor [batch, length, size] from another")
+        if not isinstance(y, Tensor) or not isinstance(h, Tensor) or h.dim() not in (3, 4):
+            raise Unknown("not one tensor [batch, length, size], or several, from another")
+        if h.dim() == 4:
+            self.streams, h = streams_of(self.layer, self.calls, h)
         while self.calls:
+            if self.streams is not None and self.calls[0].module is self.streams.norm.module:
+                h = ends_of(self.streams, self.layer, self.calls, self.seen.x)
             branch, h = self._branch(h)
             branches.append(branch)
         if all(isinstance(branch.core, Whole) for branch in branches):
             raise Unknown("nothing that is ours")
-        return Recipe(_names(self.runs), tuple(branches), self.factor, self.rest)
+        return Recipe(_names(self.runs), tuple(branches), self.factor, self.rest, self.streams)
 
     def _branch(self, h: Tensor) -> tuple[Branch, Tensor]:
         """The branch of h, and the sum that it ends in."""
         pre, x = self._pre(h)
-        call = self._next(x)
-        core, linear = self._core(call, x)
-        out, post = self.last.out, None
-        if self.calls and (given := self._given(x)) is not None:
-            return self._beside(h, pre, x, given, (core, linear, out))
-        if self.calls and self.calls[0].takes(out):
-            post = as_norm(self.calls[0].module, h.shape[-1])
-            if post is None:
-                raise Unknown("something between a branch and its sum")
-            out = self.calls.pop(0).out
-        scale, total = self._sum(h, out)
+        part = self._part(x)
+        given = self._given(x) if self.calls else None
+        if given is not None or part.adds_x:
+            return self._beside(h, pre, x, given, part)
+        core, linear, post, *_ = part
+        if self.streams is not None and not self.calls:
+            return Branch(pre, core, Output(linear, post, joins=False)), self.out
+        scale, total = self._sum(h, part.out)
         if isinstance(core, GatedMLP) and core.scale != 1:
             if post is not None:
                 raise Unknown("a norm of what is multiplied by a number")
             scale *= core.scale
         return Branch(pre, core, Output(linear, post, scale)), total
+
+    def _part(self, x: Tensor) -> _Part:
+        """What the next module makes of x, and a norm of that."""
+        part = self._core(self._next(x), x)
+        out = self.last.out
+        if self.calls and self.calls[0].takes(out):
+            post = as_norm(self.calls[0].module, out.shape[-1])
+            if post is None or part.adds_x:
+                raise Unknown("something between a branch and its sum")
+            return part._replace(post=post, out=self.calls.pop(0).out)
+        return part._replace(out=out)
 
     def _given(self, x: Tensor) -> tuple[Tensor, float] | None:
         """(an input of the next module that is x times a number of the layer's, the number)."""
@@ -119,37 +157,42 @@ class _Reader:
         pre: Norm | Whole | None,
         x: Tensor,
         given: tuple[Tensor, float] | None,
-        first: tuple[Any, Any, Tensor],
+        first: _Part,
     ) -> tuple[Branch, Tensor]:
         """The branch of a core and of those of the same x, and the sum that it ends in."""
         found = [first]
         while given is not None:
-            core, linear = self._core(self._next(given[0]), given[0])
-            if isinstance(core, Heads | Mixer):
-                rescale(core, given[1])
+            part = self._part(given[0])
+            if isinstance(part.core, Heads | Mixer):
+                rescale(part.core, given[1])
             elif given[1] != 1:
                 raise Unknown("a number times what is given to a core of another kind")
-            found.append((core, linear, self.last.out))
+            found.append(part)
             given = self._given(x) if self.calls else None
-        if any(linear is None or getattr(core, "scale", 1) != 1 for core, linear, _ in found):
+        if any(part.linear is None or getattr(part.core, "scale", 1) != 1 for part in found):
             raise Unknown("cores beside each other that have no output of ours")
-        scales, total = self._sum_of(h, [out for _, _, out in found])
-        norm = pre if isinstance(pre, Norm) else None  # another module is called once
+        adds_x = [part.adds_x for part in found].count(True)
+        scales, divisor, total = self._sum_of(h, [part.out for part in found])
+        if adds_x and (adds_x > 1 or scales[0] != 1 or not found[0].adds_x):
+            raise Unknown("x is added several times, or times a number")
+        # Another module is called once, and so is a norm that is added.
+        norm = pre if isinstance(pre, Norm) and not adds_x else None
         parts = (
-            Branch(norm, core, Output(linear, None, scale))
-            for (core, linear, _), scale in zip(found, scales, strict=True)
+            Branch(norm, part.core, Output(part.linear, part.post, scale))
+            for part, scale in zip(found, scales, strict=True)
         )
-        return Branch(pre, Beside(tuple(parts)), Output(None)), total
+        return Branch(pre, Beside(tuple(parts), bool(adds_x), divisor), Output(None)), total
 
-    def _sum_of(self, h: Tensor, outs: list[Tensor]) -> tuple[tuple[float, ...], Tensor]:
-        """(the scales of `outs`, their sum with h), which the next module takes, or the end."""
+    def _sum_of(self, h: Tensor, outs: list[Tensor]) -> tuple[tuple[float, ...], float, Tensor]:
+        """(the scales of `outs`, the divisor of their sum with h, what comes of it), which the next
+        module takes, or the end."""
         ends = self.calls[0].inputs if self.calls else [self.out]
         for scales in product((1.0, *numbers_of(self.layer)), repeat=len(outs)):
             scaled = [t if s == 1 else t * s for t, s in zip(outs, scales, strict=True)]
-            for total in (h + reduce(add, scaled), reduce(add, scaled, h)):
-                for end in ends:
-                    if end.shape == total.shape and torch.equal(total, end):
-                        return scales, end
+            sums = (h + reduce(add, scaled), reduce(add, scaled, h), reduce(add, scaled[::-1], h))
+            for total, divisor, end in product(sums, _DIVISORS, ends):
+                if end.shape == total.shape and torch.equal(total / divisor, end):
+                    return scales, divisor, end
         raise Unknown("not the sum of branches and their input")
 
     def _next(self, x: Tensor) -> Call:
@@ -173,36 +216,42 @@ class _Reader:
             return self._whole(first, h), first.out
         return None, h
 
-    def _core(self, call: Call, x: Tensor) -> tuple[Any, Any]:
-        """(the core, the linear layer of its output, None if the core ends the branch)."""
+    def _core(self, call: Call, x: Tensor) -> _Part:
         module = call.module
         if module is self.attention and self.heads:
-            return heads_of(module, self.runs, x, call.out)
+            return _Part(*heads_of(module, self.runs, x, call.out))
         if self.heads and (conv := convolution_of(module)) is not None:
-            return mixer_of(module, conv, self.runs, x, call.out)
+            return _Part(*mixer_of(module, conv, self.runs, x, call.out))
         if isinstance(module, SwiGLU):
-            return module.gated, module.gated.layers()[2]
+            return _Part(module.gated, module.gated.layers()[2])
         if isinstance(module, QuantLinear):
             return self._product(call)
         if self.heads and (mixture := mixture_of(call, x)) is not None:
-            return mixture, None
-        return self._plain_mlp(call, x) or (self._whole(call, x), None)
+            return _Part(mixture, None)
+        return self._plain_mlp(call, x) or _Part(self._whole(call, x), None)
 
-    def _plain_mlp(self, call: Call, x: Tensor) -> tuple[Product, Any] | None:
-        """The linear layers of a module that has two, with an activation between them."""
+    def _plain_mlp(self, call: Call, x: Tensor) -> _Part | None:
+        """The linear layers of a module that has two, with an activation between them or none, and
+        a norm of what they give to which it may add x."""
         inside = set(call.module.modules())
         linears = [c for c in self.seen.calls if c.module in inside and plain(c.module)]
         if len(linears) != 2 or any(True for _ in call.module.parameters(recurse=False)):
             return None
         up, down = linears
-        if up.inputs[0] is not x or down.out is not call.out:
+        norms = [c for c in self.seen.calls if c.module in inside and c.takes(down.out)]
+        post = as_norm(norms[0].module, x.shape[-1]) if len(norms) == 1 else None
+        out = down.out if post is None else norms[0].out
+        adds_x = out is not call.out
+        same = not adds_x or (out.shape == x.shape and same_values(x + out, call.out))
+        if up.inputs[0] is not x or not same:
             return None
-        for activation, function in ACTIVATIONS.items():
+        functions: dict[str, Any] = {"": nn.Identity(), **ACTIVATIONS}
+        for activation, function in functions.items():
             if same_values(function(up.out), down.inputs[0]):
-                return Product(up.module, activation, None), down.module
+                return _Part(Product((up.module,), activation, None), down.module, post, adds_x)
         return None
 
-    def _product(self, call: Call) -> tuple[Product, Any]:
+    def _product(self, call: Call) -> _Part:
         """The linear layer of the call, an activation, an argument's factor, and a linear layer."""
         if self.calls and not isinstance(self.calls[0].module, QuantLinear):
             self._next(call.out)  # the activation function
@@ -214,7 +263,7 @@ class _Reader:
             if isinstance(value, Tensor) and value.shape == call.out.shape:
                 for activation, function in ACTIVATIONS.items():
                     if same_values(function(call.out) * value, down.inputs[0]):
-                        return Product(call.module, activation, name), down.module
+                        return _Part(Product((call.module,), activation, name), down.module)
         raise Unknown("a product that is not an argument's")
 
     def _whole(self, call: Call, x: Tensor) -> Whole:
@@ -246,7 +295,9 @@ class _Reader:
             if not self.calls and same_values((h + out) * buffer, self.out):
                 self.factor = name
                 return 1.0, self.out
-        (scale,), total = self._sum_of(h, [out])
+        (scale,), divisor, total = self._sum_of(h, [out])
+        if divisor != 1:
+            raise Unknown("one branch whose sum is divided")
         return scale, total
 
 
