@@ -260,7 +260,9 @@ class Roles:
 class GatedMLP:
     """A module that computes scale * down(act(gate_scale * gate(x)) * up(x)).
 
-    activation: as the ops call it. drops: in training it computes something else, a dropout.
+    activation: as the ops call it. drops: in training it computes something else, a dropout. cut:
+    act is given what is above the mean of a row and `cut` of its standard deviations, less these;
+    0: all.
     """
 
     module: Any
@@ -269,6 +271,14 @@ class GatedMLP:
     drops: bool = False
     gate_scale: float = 1.0
     scale: float = 1.0
+    cut: float = 0.0
+
+    def entered(self, gate: Tensor) -> Tensor:
+        """What act is given."""
+        if self.cut:
+            std, mean = torch.std_mean(gate, -1, correction=0, keepdim=True)
+            gate = torch.relu(gate - torch.add(mean, std, alpha=self.cut))
+        return gate if self.gate_scale == 1 else gate * self.gate_scale
 
     def layers(self) -> tuple[Any, Any, Any]:
         """gate, up and down; gate is up where both are halves of one layer."""
@@ -299,6 +309,7 @@ class SwiGLU(nn.Module):
     those of this class. A single row (decoding) takes the form, more rows always the first:
       "swiglu"         gate, up, activation and product in one op, then down
       "swiglu_linear"  gate, then up, then activation, product and down in one op
+    With a cut of the gate all rows take the second.
     Where a layer is not a plain packed one any more (it got an adapter or a hook), or the module
     has changed, it computes itself.
     """
@@ -329,9 +340,9 @@ class SwiGLU(nn.Module):
         if ranks is not None and ranks.rank:
             bias = None  # rank 0 adds it
         x = entered(gate, x)
-        if self.form == "swiglu_linear" and as_one_row(x):
+        if gated.cut or (self.form == "swiglu_linear" and as_one_row(x)):
             a = _linear(x, gate_weight, None, gate.format, **of_call(gate.activations, x))
-            a = a if gated.gate_scale == 1 else a * gated.gate_scale
+            a = gated.entered(a)
             b = _linear(x, up_weight, None, up.format, **of_call(up.activations, x))
             kind = of_call(down.activations, x)
             y = _swiglu_linear(a, b, weight, bias, down.format, gated.activation, **kind)

@@ -242,9 +242,9 @@ class FusedLayer(StandIn):
         """What down is given, as _joined takes it."""
         gate, up, _ = mlp.layers()
         weights, formats = mlp.weights(gate, up), (gate.format, up.format)
-        if self.form == "swiglu_linear" and as_one_row(x):
+        if mlp.cut or (self.form == "swiglu_linear" and as_one_row(x)):
             a, b = (normed(ops, norm, x, w, f) for w, f in zip(weights, formats, strict=True))
-            return a if mlp.gate_scale == 1 else a * mlp.gate_scale, (b, mlp.activation)
+            return mlp.entered(a), (b, mlp.activation)
         given: tuple[Any, ...] = (x, *weights, *formats, mlp.activation)
         if norm is not None:
             given += norm.weight(), norm.eps, norm.offset

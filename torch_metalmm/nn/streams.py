@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -49,8 +50,8 @@ def read(s: Streams, x: Tensor) -> Tensor:
     """What the last branch is given."""
     if s.vector is None:
         return x[0]
-    module, name = s.vector
-    return x[0] * module._parameters[name]  # type: ignore[operator]
+    vector: Any = s.vector[0]._parameters[s.vector[1]]
+    return (x[0].to(vector.dtype) * vector).to(x.dtype)
 
 
 def _vectors(s: Streams, x: Tensor) -> Sequence[Tensor | None]:

@@ -115,6 +115,32 @@ class Squared(nn.Module):
         return nn.functional.relu(x).square()
 
 
+class Cut(Gated):
+    """Of a gate what is above all but the largest tenth of normal values."""
+
+    def __init__(self, correction: int = 0) -> None:
+        super().__init__()
+        self.part, self.correction = 0.9, correction
+
+    def forward(self, x: Tensor) -> Tensor:
+        gate = self.one(x)
+        mean = gate.mean(-1, keepdim=True)
+        std = gate.std(-1, keepdim=True, correction=self.correction)
+        above = torch.distributions.Normal(0, 1).icdf(torch.tensor(self.part))
+        return self.three(self.act(torch.relu(gate - (mean + std * above))) * self.two(x))
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_a_gate_that_is_cut(form: str, backend: Backend) -> None:
+    plain, x = Cut(), activations(3, K) / 4
+    want = plain(x)
+    module = fused(Cut().to(backend.device), form)
+    assert type(module) is SwiGLU and module.gated.cut == pytest.approx(1.2815516)
+    for rows in (x, x[:1]):
+        got = module(backend.put(rows)).cpu()
+        assert (got - want[: len(rows)]).norm() <= 1e-5 * want[: len(rows)].norm()
+
+
 class Clamped(Gated):
     def forward(self, x: Tensor) -> Tensor:
         up = self.two(x).clamp(-100, 100)
@@ -166,7 +192,7 @@ def gated_with(change: str) -> Gated:
 
 @pytest.mark.parametrize(
     "module",
-    [Gated(act=nn.Tanh()), Clamped(), Scaled(), Twice(), Writing(), WithState()]
+    [Gated(act=nn.Tanh()), Cut(1), Clamped(), Scaled(), Twice(), Writing(), WithState()]
     + [gated_with(c) for c in ("dropout", "bias", "hook", "layer hook", "order")],
     ids=lambda m: type(m).__name__,
 )

@@ -10,7 +10,7 @@ from layer_models import SHARED
 from bench.models.families import FAMILIES, family, fused_family
 
 # {case: (family, options)}; keys that layers share, values that are keys before their norm,
-# embeddings for each layer.
+# embeddings for each layer, and gates of which all but the largest are cut off.
 CASES: dict[str, tuple[str, dict[str, Any]]] = {kind: (kind, {}) for kind in FAMILIES} | {
     "gemma4_text shared": ("gemma4_text", SHARED),
     "gemma4_text v is k": (
@@ -19,7 +19,7 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {kind: (kind, {}) for kind in FAM
     ),
     "gemma3n_text shared": (
         "gemma3n_text",
-        SHARED | {"activation_sparsity_pattern": [0.0] * 4},
+        SHARED | {"activation_sparsity_pattern": [0.9, 0.0] * 2},
     ),
 }
 

@@ -15,7 +15,8 @@ which reach each stage as errors of about that size. With d the change of the re
 with norms over each row of the batch. The last term is the rounding of the last sums, of which d
 may say little: where a layer of SmolLM2 makes 20000 of 500, d / 2^-8 is |layer| / 36.
 u of f32 is 2^-24. It is at least that of the weights of a convolution, in whose dtype layers
-convolve, and 2^-11 on GPUs, which may multiply weights rounded to f16. Layers of
+convolve, and of the vector of streams, to whose dtype they are rounded, and 2^-11 on GPUs, which
+may multiply weights rounded to f16. Layers of
 14 architectures take at most half of the bound in f16 and a sixth in f32, most of them a tenth.
 """
 
@@ -94,9 +95,10 @@ def _close(
         got = _run(_fused_branches(fused, want), fused, x, kwargs, cache)
     except Exception:
         return False
-    u, mixer = roundoff(x.dtype), fused.recipe.mixer
-    if mixer is not None:
-        u = max(u, roundoff(mixer.conv._parameters["weight"].dtype))  # type: ignore[union-attr]
+    recipe = fused.recipe
+    weights: list[Any] = [] if recipe.mixer is None else [recipe.mixer.conv._parameters["weight"]]
+    weights += [] if recipe.streams is None else recipe.streams.floats()
+    u = max(roundoff(t.dtype) for t in (x, *weights))
     if x.device.type != "cpu":
         u = max(u, roundoff(torch.float16))
     rounding = u + k**0.5 * roundoff(torch.float32)

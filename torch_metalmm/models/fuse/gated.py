@@ -1,6 +1,7 @@
 """Which modules are gated MLPs, down(act(gate(x)) * up(x)): found by running them.
 
-Numbers of the module may multiply the gate and the result.
+Numbers of the module may multiply the gate and the result, and say which part of normal values is
+to be cut off a row of the gate.
 """
 
 from __future__ import annotations
@@ -25,6 +26,7 @@ class _Way(NamedTuple):
     activation: str
     gate_scale: float = 1.0
     scale: float = 1.0
+    cut: float = 0.0
 
 
 def gated_mlp(module: nn.Module) -> GatedMLP | None:
@@ -40,15 +42,23 @@ def gated_mlp(module: nn.Module) -> GatedMLP | None:
     ways = [_Way(*way) for way in product(_candidates(layers), ACTIVATIONS)]
     if not ways:
         return None
-    factors = product((1.0, *numbers_of(module)), repeat=2)
-    candidates = [way._replace(gate_scale=g, scale=s) for g, s in factors for way in ways]
+    found = numbers_of(module)
+    numbers = product((1.0, *found), (1.0, *found), (0.0, *_cuts(found)))
+    candidates = [way._replace(gate_scale=g, scale=s, cut=c) for g, s, c in numbers for way in ways]
     with evaluating(module):
         candidates = _computed(module, candidates)
         module.train()  # some have a dropout
         always = _computed(module, candidates)
     for c in always or candidates:
-        return GatedMLP(module, c.roles, c.activation, not always, c.gate_scale, c.scale)
+        return GatedMLP(module, c.roles, c.activation, not always, *c[2:])
     return None
+
+
+def _cuts(numbers: list[float]) -> list[float]:
+    """Standard deviations from the mean below which these parts of normal values are."""
+    icdf: Any = torch.distributions.Normal(0.0, 1.0).icdf
+    parts = torch.tensor(numbers, dtype=torch.float32, device="cpu")
+    return [float(icdf(p)) for p in parts if 0 < p < 1]
 
 
 def _is_more(module: nn.Module) -> bool:
@@ -112,6 +122,9 @@ def _of(module: Any, way: _Way, x: Tensor, outputs: dict[str, Tensor]) -> Tensor
         a, b = a.chunk(2, dim=-1) if roles.gate_first else reversed(a.chunk(2, dim=-1))
     else:
         b = outputs[roles.up]
+    if way.cut:
+        mean, std = a.mean(-1, keepdim=True), a.std(-1, keepdim=True, correction=0)
+        a = torch.relu(a - (mean + std * way.cut))
     a = a if way.gate_scale == 1 else a * way.gate_scale
     y: Tensor = layers[roles.down](ACTIVATIONS[way.activation](a) * b)
     return y if way.scale == 1 else y * way.scale

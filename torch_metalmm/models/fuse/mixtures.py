@@ -25,7 +25,7 @@ def mixture_of(call: Call, x: Tensor) -> Mixture | None:
     routers = [f for c in children if isinstance(f := owner_of(c), FusedRouter)]
     experts = [c for c in children if type(c) is QuantExperts]
     mlps = [c.gated for c in children if isinstance(c, SwiGLU)]
-    shared = [mlp for mlp in mlps if mlp.gate_scale == mlp.scale == 1]
+    shared = [mlp for mlp in mlps if mlp.gate_scale == mlp.scale == 1 and not mlp.cut]
     gates = [c for c in children if _is_gate(c)]
     parts: tuple[list[Any], ...] = (routers, experts, shared, gates)
     if len(call.inputs) != 1 or call.inputs[0] is not x or call.kwargs:

@@ -19,6 +19,7 @@ from .runs import Unknown
 _ops = TRACED[None]
 
 
+@torch.no_grad()
 def streams_of(layer: nn.Module, calls: list[Call], x: Tensor) -> tuple[Streams, Tensor]:
     """(the streams of a layer that is given x, the first of them before the branches).
 
@@ -28,16 +29,15 @@ def streams_of(layer: nn.Module, calls: list[Call], x: Tensor) -> tuple[Streams,
     n, h = len(x), calls[0].inputs[0]
     if (router.out_features, predict.out_features) != (n, n * n):
         raise Unknown("coefficients of another number of streams")
-    for scale in (None, *(b for b in layer.buffers() if b.numel() == 1)):
-        factors = torch.ones(2, n)
-        if scale is not None:
-            factors[0] = scale
-        streams = Streams(norm=norm, router=router, predict=predict, factors=factors.flatten())
-        if near(predicted(streams, _ops, x)[0], h):
-            return streams, h
-    raise Unknown("streams that are mixed in another way")
+    ways = []
+    for scale in (1.0, *(float(b) for b in layer.buffers() if b.numel() == 1)):
+        factors = torch.tensor([scale] * n + [1.0] * n, dtype=torch.float32, device="cpu")
+        streams = Streams(norm=norm, router=router, predict=predict, factors=factors)
+        ways.append((streams, predicted(streams, _ops, x)[0]))
+    return _nearest(ways, h), h
 
 
+@torch.no_grad()
 def ends_of(streams: Streams, layer: nn.Module, calls: list[Call], x: Tensor) -> Tensor:
     """What the last branch is given, of the streams that the layer makes of x.
 
@@ -48,10 +48,19 @@ def ends_of(streams: Streams, layer: nn.Module, calls: list[Call], x: Tensor) ->
     h = calls[0].inputs[0]
     first = corrected(streams, _ops, predicted(streams, _ops, x), y)
     owned = ((m, name) for m in layer.modules() for name, p in m._parameters.items() if _is(p, h))
+    ways = []
     for streams.vector in (None, *owned):
-        if near(read(streams, first), h):
-            return h
-    raise Unknown("a branch that is not given the first stream")
+        ways.append((streams.vector, read(streams, first)))
+    streams.vector = _nearest(ways, h)
+    return h
+
+
+def _nearest(ways: list[tuple[Any, Tensor]], wanted: Tensor) -> Any:
+    """What gives the result that is wanted, or nearly. Unknown: nothing does."""
+    found, result = min(ways, key=lambda way: float((way[1] - wanted).norm()))
+    if not near(result, wanted):
+        raise Unknown("streams that are mixed in another way")
+    return found
 
 
 def _is(parameter: Tensor | None, h: Tensor) -> bool:

@@ -19,6 +19,7 @@ def sizes_of(mlp: GatedMLP) -> object:
         str(layers[0].weight.device),
         mlp.roles.gate_first,
         mlp.activation,
+        mlp.cut,
         *((layer.format, layer.in_features, layer.out_features) for layer in layers),
     )
 
