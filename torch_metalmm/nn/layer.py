@@ -134,7 +134,7 @@ class FusedLayer(StandIn):
         if not args:
             return self._positions[:1] != [] and self._positions[0] in kwargs
         names = self._positions[1 : len(args)]
-        if len(names) != len(args) - 1 or not kwargs.keys().isdisjoint(names):
+        if len(names) != len(args) - 1 or any(name in kwargs for name in names):
             return False
         kwargs.update(zip(names, args[1:], strict=True))
         return True
