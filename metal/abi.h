@@ -199,8 +199,9 @@ enum TableBits : MM_U32 {
 
 // Of embedding.
 enum RowBits : MM_U32 {
-  kRowScale = 1,      // rows are rounded, then multiplied
-  kRowFloatScale = 2  // by an f32, whatever y is
+  kRowScale = 1,       // rows are rounded, then multiplied
+  kRowFloatScale = 2,  // by an f32, whatever y is
+  kRowScales = 4       // of the table's row
 };
 
 enum RouteBits : MM_U32 {

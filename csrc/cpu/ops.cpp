@@ -143,7 +143,9 @@ at::Tensor embedding(const args::embedding& a) {
   shape.push_back(k);
   out = out.view(shape).to(type);
   if (!a.scale.has_value()) return out;
-  return (out.to(at::kFloat) * a.scale->to(at::kFloat).reshape({})).to(type);
+  at::Tensor scale = a.scale->to(at::kFloat).flatten();
+  if (scale.numel() > 1) scale = scale.index_select(0, flat.flatten()).view(a.ids.sizes());
+  return (out.to(at::kFloat) * scale.unsqueeze(-1)).to(type);
 }
 
 // By torch's cos and sin, so that the tables are those of models' own modules to the bit.

@@ -124,6 +124,7 @@ at::Tensor embedding(const Engine& e, const args::embedding& a) {
   if (a.scale.has_value()) {
     p.has_scale = true;
     p.float_scale = a.scale->scalar_type() != type;
+    p.row_scales = a.scale->numel() > 1;
     o[kSlotNorm] = addend(a.scale, p.float_scale ? at::kFloat : type);
   }
   run(e, p, o);

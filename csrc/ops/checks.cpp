@@ -292,8 +292,8 @@ WeightShape check(const args::embedding& a) {
   if (a.scale.has_value()) {
     check_activation_dtype("scale", *a.scale);
     check_device("scale", *a.scale, a.ids);
-    TORCH_CHECK_VALUE(a.scale->sym_numel() == 1, "scale: shape ", a.scale->sym_sizes(),
-                      "; must be one value");
+    TORCH_CHECK_VALUE(a.scale->sym_numel() == 1 || a.scale->sym_numel() == w.n, "scale: shape ",
+                      a.scale->sym_sizes(), "; must be one value or ", w.n, ", one for each row");
   }
   return w;
 }

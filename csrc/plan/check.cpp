@@ -81,7 +81,7 @@ void check(const Problem& p) {
            " has none; linear and swiglu_down have, rms_norm and expert_down have c, experts have "
            "bias, but not in tiles; route, rope_tables and swiglu_up have alpha");
   }
-  if ((p.has_scale || p.float_scale) && p.op != Op::kEmbedding) {
+  if ((p.has_scale || p.float_scale || p.row_scales) && p.op != Op::kEmbedding) {
     reject("scale: of embedding, not of ", op);
   }
   if (p.has_gate && p.op != Op::kRmsNorm && p.op != Op::kSsmScan) {

@@ -360,8 +360,10 @@ Pass main_pass(StrategyId strategy, const Problem& p, const Parts& parts, bool i
     return out;
   }
   if (strategy == S::embedding) {
-    epilogue =
-        (p.has_scale ? kRowScale : 0u) | (p.has_scale && p.float_scale ? kRowFloatScale : 0u);
+    if (p.has_scale) {
+      epilogue =
+          kRowScale | (p.float_scale ? kRowFloatScale : 0u) | (p.row_scales ? kRowScales : 0u);
+    }
     return out;
   }
   epilogue = functions_of(p);

@@ -80,8 +80,8 @@ struct Problem {
   // linear, the halves of SwiGLU, attention: each of up to kBatchPerPass rows of x, or queries, has
   // the bits that it has alone.
   bool exact_rows = false;
-  // embedding: its rows are multiplied, by a value of dtype or an f32.
-  bool has_scale = false, float_scale = false;
+  // embedding: its rows are multiplied, by a value of dtype or an f32, one for all or for each.
+  bool has_scale = false, float_scale = false, row_scales = false;
 };
 
 // Passes for the problem, the table's choice or the strategy named. Forcing split_reduce forces

@@ -90,6 +90,7 @@ inline Problem read_problem(const std::string& op, const py::dict& given) {
        +[](const std::string& name) { return activation_by_name(name); }},
       {"scale", &P::has_scale},
       {"float_scale", &P::float_scale},
+      {"row_scales", &P::row_scales},
 #define MM_SIZES(Struct, name, fields) {#name, &P::name, &read_##name},
 #include "plan/sizes.def"
   };

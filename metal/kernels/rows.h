@@ -93,9 +93,10 @@ struct Embedding {
       store_item(item, w, y, at.lane);
       return;
     }
+    const long number = fc_epilogue & kRowScales ? id : 0;
     const float factor = fc_epilogue & kRowFloatScale
-                             ? *reinterpret_cast<device const float*>(scale)
-                             : float(*scale);
+                             ? reinterpret_cast<device const float*>(scale)[number]
+                             : float(scale[number]);
     float scaled[16];
     MM_UNROLL
     for (int i = 0; i < 16; ++i) scaled[i] = float(T(w[i])) * factor;

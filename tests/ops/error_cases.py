@@ -188,7 +188,9 @@ CASES = {
     "embedding dtype": Case(embedding(dtype=torch.float64), "dtype", "float64|Double", "float32"),
     "ids dtype": Case(embedding(ids=lambda t: t.ids.float()), "ids", "float|Float", "int64, int32"),
     "ids bool": Case(embedding(ids=lambda t: t.ids.bool()), "ids", "bool|Bool", "int64, int32"),
-    "embedding scale": Case(embedding(scale=lambda t: t.bias), "scale", r"\[5\]", "one value"),
+    "embedding scale": Case(
+        embedding(scale=lambda t: t.bias[1:]), "scale", r"\[4\]", "one value or 5, one for each row"
+    ),
     "ids too large": Case(
         embedding(ids=lambda t: t.ids + 1), "ids", "5", "5 rows", IndexError, True
     ),

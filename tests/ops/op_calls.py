@@ -114,6 +114,7 @@ def op_calls(dtype: torch.dtype) -> dict[str, Good]:
             "embedding": good(ops.embedding, ids, w, "q4_0"),
             "embedding, int32": good(ops.embedding, ids.int(), w, "q4_0", k, dtype=dtype),
             "embedding, scale": good(ops.embedding, ids, w, "q4_0", dtype=dtype, scale=dense[0, 0]),
+            "embedding, scales": good(ops.embedding, ids, w, "q4_0", scale=dense[:, 0]),
             "embedding, scalar": good(ops.embedding, ids[0, 0], w, "q4_0"),
             "probe": good(ops.probe, x3, x3.flip(0), "div"),
             "probe, dot": good(ops.probe, x, x.flip(0), "dot"),

@@ -45,13 +45,15 @@ def test_decoding_is_the_specification(name: str, backend: Backend) -> None:
             rounded = [a.to(dtype).float() for a in allowed]
             got = ops.dequantize(w, name, k, dtype=dtype).cpu()
             rows = ops.embedding(backend.put(ids), w, name, k, dtype=dtype).cpu()
-            for scale in (torch.tensor(11.3, dtype=dtype), torch.tensor([0.37])):
+            of_rows = torch.linspace(-3, 3, 64).to(dtype)
+            for scale in (torch.tensor(11.3, dtype=dtype), torch.tensor([0.37]), of_rows):
                 scaled = ops.embedding(
                     backend.put(ids), w, name, k, dtype=dtype, scale=backend.put(scale)
                 )
-                product = rows.float() * scale.float()
+                factors = (scale[ids][..., None] if scale.numel() > 1 else scale).float()
+                product = rows.float() * factors
                 # A product of a GPU may take and give zeros for subnormals.
-                of = [product, flushed(product), flushed(flushed(rows.float()) * scale.float())]
+                of = [product, flushed(product), flushed(flushed(rows.float()) * factors)]
                 near = [p.to(dtype).float() for p in of]
                 assert are_bits_of(scaled.cpu().float(), *near), (name, dtype, scale)
             assert got.dtype == rows.dtype == dtype

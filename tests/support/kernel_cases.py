@@ -286,8 +286,9 @@ def rows_case(
     ids = torch.tensor([pick.randrange(n) for _ in range(pick.randint(1, 5))])
     problem = {"op": strategy, "n": n, "k": k, "m": len(ids), "format": name}
     if strategy == "embedding":
-        scale = uniform(pick.choice([dtype, torch.float32]), 1, seed=(kernel, "scale"))
-        problem |= {"scale": True, "float_scale": scale.dtype != dtype}
+        count = pick.choice([1, n])
+        scale = uniform(pick.choice([dtype, torch.float32]), count, seed=(kernel, "scale"))
+        problem |= {"scale": True, "float_scale": scale.dtype != dtype, "row_scales": count > 1}
         return Case(
             kernel,
             problem,

@@ -1,10 +1,10 @@
 """Results that wait for the numbers that their caller applies to them, to be one op with these.
 
-A model multiplies what its embedding gives by a number, or caps what its head gives by a tanh, in a
-forward of its own that nothing replaces. So the module gives that forward a tensor without values,
-from which those functions make another such tensor, and the last of them, which fuse_ has seen, the
-result. Any other function, also one by another number, is given the module's own result, as is any
-other caller of the module.
+A model multiplies what its embedding gives by a number, or normalises it, or caps what its head
+gives by a tanh, in a forward of its own that nothing replaces. So the module gives that forward a
+tensor without values, from which those functions make another such tensor, and the last of them,
+which fuse_ has seen, the result. Any other function, also one by another number, is given the
+module's own result, as is any other caller of the module.
 """
 
 from __future__ import annotations
@@ -25,11 +25,18 @@ from .stand_in import StandIn
 
 _embedding = torch.ops.metalmm.embedding.default
 _gemm = torch.ops.metalmm.gemm.default
+_rms_norm = torch.ops.metalmm.rms_norm.default
 
 Step = tuple[str, float]  # a function, and its number
 Caller = tuple[str, str, int]  # a function: its module, its name, and the line where it begins
 _NAMES = {"mul": "mul", "__rmul__": "mul", "div": "div", "__truediv__": "div", "tanh": "tanh"}
-_FUNCTIONS: dict[str, Any] = {"mul": torch.mul, "div": torch.div, "tanh": lambda y, _: y.tanh()}
+_FUNCTIONS: dict[str, Any] = {
+    "mul": torch.mul,
+    "div": torch.div,
+    "tanh": lambda y, _: y.tanh(),
+    "norm": lambda y, eps: _rms_norm(y, None, eps),
+}
+_PART = 2**22  # values of a table that are decoded at a time
 # What a tensor without values says of itself.
 _SAID = frozenset(
     getattr(Tensor, name).__get__ for name in ("shape", "dtype", "device", "requires_grad")
@@ -93,7 +100,10 @@ class Waiting(Tensor):
 
 
 def _step(function: Any, *args: Any) -> Step | None:
-    """The function, of a Waiting and of no other tensor."""
+    """The function, of a Waiting and of no other tensor; of norms those without a weight."""
+    if function is _rms_norm:
+        alone = isinstance(args[0], Waiting) and all(t is None for t in (args[1], *args[4:]))
+        return ("norm", args[2]) if alone else None
     name = _NAMES.get(getattr(function, "__name__", ""))
     if name is None or not isinstance(args[0], Waiting) or len(args) != 2 - (name == "tanh"):
         return None
@@ -115,6 +125,9 @@ class Awaiting(StandIn):
         self.steps: tuple[Step, ...] | None = None
         self.last: Waiting | None = None
         self.reader: Caller | None = None
+        self.eps: float | None = None
+        self._scale: Tensor | None = None
+        self._of: tuple[Tensor | None, int] = None, 0  # the table that it is of, and its version
 
     def forward(self, x: Tensor) -> Tensor:
         module = self.module
@@ -141,31 +154,51 @@ class Awaiting(StandIn):
 
         ValueError: no op computes them with the module.
         """
+        names, is_table = [name for name, _ in steps], isinstance(self.module, QuantEmbedding)
+        if names.count("tanh") > 1 - is_table or "norm" in names[: len(names) - is_table]:
+            allowed = "products, of a head with one tanh, of a table before a norm"
+            raise ValueError(f"steps: {steps}; allowed: {allowed}")
         factors = [1.0]  # before a tanh, and behind
         for name, number in steps:
             if name == "tanh":
                 factors.append(1.0)
-            else:
+            elif name != "norm":
                 factors[-1] *= number if name == "mul" else 1 / number
-        if len(factors) > (1 if isinstance(self.module, QuantEmbedding) else 2):
-            raise ValueError(f"steps: {steps}; allowed: products, of a head with one tanh")
         self.steps, self.last = steps, None
         self.factor, self.cap = math.prod(factors), factors[1] if factors[1:] else 0.0
-        self._scale = torch.tensor(self.factor, dtype=torch.float32, device="cpu")
+        self.eps = steps[-1][1] if "norm" in names else None
+        self._scale = None
 
     def made(self, x: Tensor) -> Tensor:
         """All steps of the module's result for x, in one op."""
         module, weight = self.module, self.module._parameters["weight"]
         if isinstance(module, QuantEmbedding):
-            if self._scale.device != x.device:
-                with torch.inference_mode(False):
-                    self._scale = self._scale.to(x.device)
             given = (x, weight, module.format, module.embedding_dim)
-            y: Tensor = _embedding(*given, dtype=module.dtype, scale=self._scale)
+            y: Tensor = _embedding(*given, dtype=module.dtype, scale=self._scale_of(weight))
             return y
         rows = x.reshape(-1, x.shape[-1])
         y = _gemm(rows, weight, module.format, None, self.factor, softcap=self.cap)
         return y.view(*x.shape[:-1], module.out_features)
+
+    def _scale_of(self, weight: Tensor) -> Tensor:
+        """What the op multiplies rows by: the factor, or where a norm follows a number for each row
+        of the table as it is now."""
+        version = 0 if weight.is_inference() or self.eps is None else weight._version
+        scale, (of, seen) = self._scale, self._of
+        if scale is None or scale.device != weight.device or of is not weight or seen != version:
+            with torch.inference_mode(False), torch.no_grad():
+                scale = self._scale = self._numbers(weight.device)
+            self._of = weight, version
+        return scale
+
+    def _numbers(self, device: torch.device) -> Tensor:
+        if self.eps is None:
+            return torch.tensor(self.factor, dtype=torch.float32, device=device)
+        module = self.module
+        ids = torch.arange(module.num_embeddings, device=device)
+        parts = torch.split(ids, max(1, _PART // module.embedding_dim))
+        rows = (self.original(part).float() * self.factor for part in parts)
+        return self.factor * (torch.cat([r.square().mean(-1) for r in rows]) + self.eps).rsqrt()
 
 
 def caller() -> Caller:

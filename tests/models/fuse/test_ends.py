@@ -25,6 +25,7 @@ APPLIED: dict[str, tuple[Any, Any]] = {
     "cohere2": (None, lambda y: y * 0.0625),
     "gemma2": (None, lambda y: torch.tanh(y / 30.0) * 30.0),
 }
+rms_norm = torch.ops.metalmm.rms_norm
 OPTIONS = {"granite": {"embedding_multiplier": 12.0, "logits_scaling": 6.0}}
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 
@@ -165,14 +166,38 @@ def test_where_the_own_forward_computes() -> None:
 
 
 def test_steps_that_no_op_has() -> None:
-    """Two tanh of logits, a tanh of rows; a model that applies nothing."""
+    """Two tanh of logits, a norm of them, a tanh of rows, a product behind their norm; a model that
+    applies nothing."""
     _, fused = both("gemma2")
     table, head = ends(copy.deepcopy(fused))
-    tanh = ("tanh", 1.0)
-    for end, steps in ((head, (tanh, tanh)), (table, (tanh,))):
+    tanh, norm = ("tanh", 1.0), ("norm", 1e-6)
+    wrong = ((head, (tanh, tanh)), (head, (norm,)), (table, (tanh,)), (table, (norm, ("mul", 2.0))))
+    for end, steps in wrong:
         with pytest.raises(ValueError, match=r"steps: .*; allowed: products, of a head with one"):
             Awaiting(end).expect(steps)
     assert not any(isinstance(owner_of(end), Awaiting) for end in ends(both("llama")[1]))
+
+
+def test_a_norm_of_rows_is_a_number_for_each() -> None:
+    """Of the table as it is: copied, written in place, replaced. With a weight it is another."""
+    model, fused = both("nanochat")
+    norm = fused.model.norm
+    assert owner_of(ends(fused)[0]).steps == (("norm", norm.eps),)
+    pair = [copy.deepcopy(m) for m in (model, fused)]
+    weight = torch.ones(128)
+    bytes_of = pair[0].model.embed_tokens.weight.flip(0)
+    for change in (
+        lambda t: t.weight.copy_(bytes_of),
+        lambda t: setattr(t, "weight", nn.Parameter(bytes_of.roll(1, 0), False)),
+    ):
+        for each in pair:
+            with torch.no_grad():
+                change(ends(each)[0])
+        with torch.no_grad():
+            rows, want = read(ends(pair[1])[0], IDS, norm), norm(ends(pair[0])[0](IDS))
+            of_weight = read(ends(pair[1])[0], IDS, lambda y: rms_norm(y, weight, norm.eps))
+        for got in (rows, of_weight):
+            assert type(got) is Tensor and near(got, want, 128, 1)
 
 
 def test_other_callers_are_given_values() -> None:

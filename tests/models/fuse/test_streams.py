@@ -51,6 +51,15 @@ def test_several_rows_are_those_of_one() -> None:
         assert (got - want).norm() <= 1e-5 * want.norm()
 
 
+def test_a_trace() -> None:
+    """The model calls such layers with arguments by their places."""
+    torch._dynamo.reset()
+    model = fuse_(model_of(), "swiglu")
+    compiled = torch.compile(model, fullgraph=True, backend="aot_eager")
+    got, want = (logits(m, use_cache=False) for m in (compiled, model))
+    assert (got - want).norm() <= 1e-5 * want.norm()
+
+
 class Predicting(theirs.Gemma3nTextAltUp):
     def predict(self, hidden_states: Tensor) -> Tensor:
         return super().predict(hidden_states) + 1e-3
