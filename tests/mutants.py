@@ -103,23 +103,23 @@ TARGETS = {
     "torch_metalmm/formats/kquants.py": "test_formats.py",
     "torch_metalmm/formats/affine.py": "test_formats_affine.py",
     "csrc/cpu/experts/experts.cpp": "test_expert_ops.py test_expert_gradients.py test_layouts.py "
-    "-k 'cpu and expert or every_op'",
-    "csrc/cpu/experts/route.cpp": "test_route.py test_layouts.py -k 'cpu and route or every_op'",
+    "-k 'cpu and expert or beyond'",
+    "csrc/cpu/experts/route.cpp": "test_route.py test_layouts.py -k 'cpu and route or beyond'",
     "csrc/ops/checks.cpp": "test_errors.py test_ops.py test_layouts.py "
     "-k '(cpu or meta or 64_bits) and not (of_x or independent or buffer)'",
     "csrc/python/guard.cpp": f"{_REPLAYS} -k 'change or seen or freed'",
     "csrc/cpu/matmul.cpp": "test_matmul.py test_expert_ops.py test_exact_rows.py test_layouts.py "
     "-k cpu",
-    "csrc/cpu/int8/matmul.cpp": "test_int8.py test_layouts.py -k 'int8 or every_format'",
+    "csrc/cpu/int8/matmul.cpp": "test_int8.py test_layouts.py -k 'int8 or beyond'",
     "csrc/cpu/attention/matrix.cpp": "test_attention.py test_pages.py test_layouts.py "
-    "-k 'cpu and (attention or pages) or every_op'",
-    "csrc/cpu/quantize/k.cpp": "test_quantizers.py test_layouts.py -k 'quantizers or every_'",
+    "-k 'cpu and (attention or pages) or beyond'",
+    "csrc/cpu/quantize/k.cpp": "test_quantizers.py test_layouts.py -k 'quantizers or beyond'",
     "metal/kernels/gemv_core.h": "test_matmul.py test_layer.py -k 'emulator-gemv- or "
     "(emulator and gated_down)'",
     "metal/layer/rope.h": "test_layer.py test_rope_append.py -k 'rope and emulator and not "
     "descending'",
     "metal/layer/hadamard.h": "test_hadamard.py -k emulator",
-    "csrc/cpu/hadamard.cpp": "test_hadamard.py test_layouts.py -k 'cpu and hadamard or every_op'",
+    "csrc/cpu/hadamard.cpp": "test_hadamard.py test_layouts.py -k 'cpu and hadamard or beyond'",
     "metal/layer/gated_delta.h": f"test_recurrent.py test_recurrent_states.py {_EMULATED}",
     "metal/layer/ssm_scan.h": f"test_ssm_scan.py test_recurrent_states.py {_EMULATED}",
     "metal/layer/lane_sums.h": "test_recurrent.py test_ssm_scan.py test_recurrent_states.py "

@@ -5,6 +5,8 @@ from __future__ import annotations
 import ctypes
 import faulthandler
 import mmap
+import os
+from functools import partial
 
 import torch
 from backends import CPU
@@ -87,7 +89,7 @@ def exercise(name: str) -> None:
 
 
 def call(label: str) -> None:
-    """The call of op_calls.py; a process with a checked heap ends where an op writes behind it."""
+    """The call of op_calls.py."""
     for calls in CALLS_OF_OPS.values():
         for at_end in (True, False):
             op, args, kwargs = calls[label]
@@ -101,20 +103,23 @@ def over_read() -> None:
     ctypes.string_at(t.data_ptr() + 100, 1)
 
 
-def over_write() -> None:
+def over_write(values: int) -> None:
     """Writes the byte behind a tensor of torch's own, as an op could behind its result."""
-    t = torch.empty(33)
+    t = torch.empty(values)
     ctypes.memset(t.data_ptr() + t.nbytes, 0, 1)
     del t
 
 
-TRAPS = {"over_read": over_read, "over_write": over_write}
+# The second lies at its page, the third is not a multiple of what tensors are aligned to.
+TRAPS = {"read": over_read, "write": partial(over_write, 32), "near": partial(over_write, 33)}
 
 
 def run(*names: str) -> None:
     """Traps, formats and calls of ops in turn, each named on a line before it runs."""
     faulthandler.enable()
     torch.set_num_threads(1)
+    if "LD_PRELOAD" in os.environ:
+        libc.guard_heap()
     for name in names:
         print(name, flush=True)
         if name in TRAPS:

@@ -29,6 +29,8 @@ def cache_calls(dtype: torch.dtype) -> dict[str, Good]:
         "causal": False,
     }
     pair, packed = (dense, dense.flip(2), "f32", "f32"), (rows, rows.flip(2), "q4_0", "q4_0")
+    # Rows that end within a vector of values, and more slots than a vector has.
+    odd, narrow = (t[..., :20].repeat(1, 1, 6, 1) for t in (q, dense))
     norms = {"q_norm": qkv[0, 0, :32], "k_norm": qkv[0, 1, :32], "eps": 1e-5, "offset": 1.0}
     return {
         "cache_append": good(ops.cache_append, rows, rows.clone(), k, k, slots, "q4_0", "q4_0"),
@@ -47,6 +49,9 @@ def cache_calls(dtype: torch.dtype) -> dict[str, Good]:
             ops.attention, q, *packed, length, mask=traits["mask"], window=3, strategy="sdpa"
         ),
         "attention of packed rows": good(ops.attention, q, *packed, length, **traits),
+        "attention of many queries": good(
+            ops.attention, odd, narrow, narrow.flip(2), "f32", "f32", None, causal=False
+        ),
         "attention of no query": good(ops.attention, q[:, :, :0], *packed, length),
     }
 
