@@ -2,16 +2,19 @@
 
     python tests/mutants.py [--count 100] [--seed 0] [--only gguf_file] [--minutes 60]
 
-A mutant is a copy of the tree with one operator, number, condition or call changed in one of the
-files of TARGETS; the tests of that row run on it until one fails. Faults are drawn evenly over the
-rows, by the seed. The copy lies in build/mutants; what changes there is put back after each mutant.
+A mutant is a copy of the tree with one operator, number, condition or call changed in a file that
+is_mutated() takes; the tests of tests_of() run on it until one fails. The failed one has to pass
+without the fault. Faults are drawn evenly over the folders of the code, and in each over its files,
+by the seed. The copy lies in build/mutants; what changes there is put back after each mutant.
 Prints each mutant, then the score by room and language.
 
 All C++ mutants of a run cost one compilation: the copy is built with each, METALMM_MUTANT in the
 environment chooses one. A condition, an initial value or a statement of one line is changed
 so. Left out are mutants that do not compile, those of code that the preprocessor or the compiler
 leaves out, throws of std::logic_error, which no caller can reach, and grains of parallel_for,
-which change the time alone. A mutant of a shader is compiled for the emulator.
+which change the time alone. A mutant of a shader, or of the emulator's language and runtime, is
+compiled for the emulator. Headers of csrc/cpu, which is the loops of its instruction sets, are not
+mutated: they would ask for their mutant in each step.
 """
 
 from __future__ import annotations
@@ -25,111 +28,20 @@ import shutil
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections import deque
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 
 import support  # noqa: F401  (its modules by their plain names)
 
 # isort: split
-from places import ROOT, TESTS
+from mutated import choice_of, is_built, is_mutated, tests_of
+from places import ROOT
 
 TREE = ROOT / "build" / "mutants"
 SECONDS = 900  # seconds for the tests of one mutant: a mutant that hangs is noticed, too
-
-_EMULATED = "-k 'emulator and not descending'"
-_REPLAYS = "test_replay.py test_replay_faults.py"
-_PLANS = (
-    *("plan", "passes", "check", "route", "recurrent", "matmul/dense", "matmul/experts"),
-    *("cache/append", "cache/attention", "cache/sdpa"),
-)
-
-# {file to mutate: the tests that shall notice, in whatever room they are, and pytest's choice among
-# them}. Checks, loaders, savers, the plan, the CPU kernels, the shaders.
-TARGETS = {
-    "torch_metalmm/files/gguf/file.py": "test_gguf_file.py test_gguf_header.py",
-    "torch_metalmm/files/gguf/save.py": "test_gguf_save.py test_gguf_save_config.py",
-    "torch_metalmm/files/gguf/derive.py": "test_converted.py test_gguf_save.py",
-    "torch_metalmm/tools/serve/ollama.py": "test_serve_replies.py test_serve_clients.py -k ollama",
-    "torch_metalmm/tools/serve/pictures.py": "test_serve_images.py",
-    "torch_metalmm/tools/serve/seeing.py": "test_serve_images.py",
-    "torch_metalmm/tools/serve/writing.py": "test_serve_drafts.py test_serve_images.py",
-    "torch_metalmm/files/gguf/layout.py": "test_gguf_file.py test_gguf_hostile.py",
-    "torch_metalmm/files/limits.py": "test_odd_folders.py",
-    "torch_metalmm/files/untrusted.py": "test_untrusted.py",
-    "torch_metalmm/files/owned.py": "test_saves.py test_checkpoint.py",
-    "torch_metalmm/files/staging.py": "test_saves.py test_checkpoint.py",
-    "torch_metalmm/files/mlx/layout.py": "test_mlx.py test_mlx_hostile.py",
-    "torch_metalmm/hf/decoding.py": "test_decoding.py test_drafts.py",
-    "torch_metalmm/hf/answer.py": "test_decoding.py test_drafts.py",
-    "torch_metalmm/hf/drafts.py": "test_drafts.py",
-    "torch_metalmm/hf/mtp.py": "test_mtp_drafts.py",
-    "torch_metalmm/models/mtp.py": "test_mtp.py test_mtp_drafts.py",
-    "torch_metalmm/files/mtp.py": "test_mtp.py test_mlx_heads.py",
-    "torch_metalmm/files/heads.py": "test_mtp.py test_mlx_heads.py",
-    "torch_metalmm/files/mlx/shifted.py": "test_mlx_heads.py",
-    "torch_metalmm/files/gguf/nextn.py": "test_mtp.py",
-    "torch_metalmm/nn/awaiting.py": "test_ends.py",
-    "torch_metalmm/models/fuse/ends.py": "test_ends.py",
-    "torch_metalmm/nn/again.py": "test_drafts.py test_serve_drafts.py",
-    "torch_metalmm/hf/caches/hybrid.py": "test_hybrid_cache.py test_drafts.py test_serve_drafts.py",
-    "torch_metalmm/nn/exact.py": "test_exact_rows.py test_drafts.py",
-    "torch_metalmm/hf/graphs.py": "test_graphs.py",
-    "torch_metalmm/hf/replay.py": f"{_REPLAYS} test_graphs.py -k 'not emulator'",
-    "torch_metalmm/hf/unchanged.py": f"{_REPLAYS} -k 'not emulator'",
-    "torch_metalmm/hf/caches/recorded.py": f"{_REPLAYS} -k 'not emulator'",
-    "torch_metalmm/models/quantize.py": "test_quantize.py",
-    "torch_metalmm/models/fuse/read.py": "test_fuse_read.py test_fuse.py -k cpu",
-    "torch_metalmm/models/fuse/alike.py": "test_layers_confirm.py -k alike",
-    "torch_metalmm/models/fuse/mixtures.py": "test_mixtures_fused.py test_layers_families.py",
-    "torch_metalmm/models/fuse/rotations.py": "test_rotations.py",
-    "torch_metalmm/nn/delta.py": "test_layers_recurrent.py",
-    "torch_metalmm/nn/mixture.py": "test_mixtures_fused.py",
-    "torch_metalmm/models/routers.py": "test_routers.py",
-    "torch_metalmm/nn/rotation.py": "test_rotations.py",
-    "torch_metalmm/nn/router.py": "test_routers.py",
-    "torch_metalmm/nn/step.py": "test_layers.py test_layers_growth.py test_layers_cache.py",
-    "torch_metalmm/tools/serve/forms.py": "test_serve_forms.py",
-    "torch_metalmm/tools/serve/schema.py": "test_serve_refuses.py test_serve_fields.py",
-    "torch_metalmm/tools/serve/weights.py": "test_serve_fields.py",
-    "torch_metalmm/tools/serve/access.py": "test_serve_access.py",
-    "torch_metalmm/hf/caches/pooled.py": "test_serve_prefixes.py test_serve_saved.py "
-    "-k 'qwen35 or states or recurrent'",
-    "torch_metalmm/tools/serve/batch.py": "test_serve_steps.py test_serve_drafts.py",
-    "torch_metalmm/tools/serve/guessing.py": "test_serve_drafts.py",
-    "torch_metalmm/tools/serve/saved.py": "test_serve_saved.py",
-    "torch_metalmm/nn/fused.py": "test_fuse.py test_fuse_waiting.py -k cpu",
-    "torch_metalmm/nn/linear.py": "test_linear.py test_errors.py -k cpu",
-    "torch_metalmm/formats/kquants.py": "test_formats.py",
-    "torch_metalmm/formats/affine.py": "test_formats_affine.py",
-    "csrc/cpu/experts/experts.cpp": "test_expert_ops.py test_expert_gradients.py test_layouts.py "
-    "-k 'cpu and expert or beyond'",
-    "csrc/cpu/experts/route.cpp": "test_route.py test_layouts.py -k 'cpu and route or beyond'",
-    "csrc/ops/checks.cpp": "test_errors.py test_ops.py test_layouts.py "
-    "-k '(cpu or meta or 64_bits) and not (of_x or independent or buffer)'",
-    "csrc/python/guard.cpp": f"{_REPLAYS} -k 'change or seen or freed'",
-    "csrc/cpu/matmul.cpp": "test_matmul.py test_expert_ops.py test_exact_rows.py test_layouts.py "
-    "-k cpu",
-    "csrc/cpu/int8/matmul.cpp": "test_int8.py test_layouts.py -k 'int8 or beyond'",
-    "csrc/cpu/attention/matrix.cpp": "test_attention.py test_pages.py test_layouts.py "
-    "-k 'cpu and (attention or pages) or beyond'",
-    "csrc/cpu/quantize/k.cpp": "test_quantizers.py test_layouts.py -k 'quantizers or beyond'",
-    "metal/kernels/gemv_core.h": "test_matmul.py test_layer.py -k 'emulator-gemv- or "
-    "(emulator and gated_down)'",
-    "metal/layer/rope.h": "test_layer.py test_rope_append.py -k 'rope and emulator and not "
-    "descending'",
-    "metal/layer/hadamard.h": "test_hadamard.py -k emulator",
-    "csrc/cpu/hadamard.cpp": "test_hadamard.py test_layouts.py -k 'cpu and hadamard or beyond'",
-    "metal/layer/gated_delta.h": f"test_recurrent.py test_recurrent_states.py {_EMULATED}",
-    "metal/layer/ssm_scan.h": f"test_ssm_scan.py test_recurrent_states.py {_EMULATED}",
-    "metal/layer/lane_sums.h": "test_recurrent.py test_ssm_scan.py test_recurrent_states.py "
-    f"{_EMULATED}",
-    "csrc/ops/composed_recurrent.cpp": "test_layer_gradients.py -k 'cpu and recurrent'",
-    "metal/formats/block32.h": "test_exact.py test_shader_widths.py test_subnormal_codes.py "
-    "-k '(emulator or every_width or form) and not descending and "
-    "(gemv or form) and (q4_0 or q4_1 or q5_0 or q5_1 or q8_0 or other_form)'",
-    **{f"csrc/plan/{name}.cpp": "tests/plan" for name in _PLANS},
-}
 
 _SWAPS = {
     ast.Lt: ast.LtE, ast.LtE: ast.Lt, ast.Gt: ast.GtE, ast.GtE: ast.Gt, ast.Eq: ast.NotEq,
@@ -258,35 +170,47 @@ _MUTANT = (
 
 
 def mutants_of(file: str) -> Iterator[Mutant]:
-    by_suffix = {".py": of_python, ".cpp": of_cpp, ".h": of_shader}
-    return by_suffix[file[file.rindex(".") :]](file)
+    return (of_python if file.endswith(".py") else of_cpp if is_built(file) else of_shader)(file)
+
+
+def in_turn(iterators: Iterable[Iterator[Mutant]]) -> Iterator[Mutant]:
+    left = deque(iterators)
+    while left:
+        one = left.popleft()
+        if mutant := next(one, None):
+            yield mutant
+            left.append(one)
+
+
+def shuffled(file: str, pick: random.Random) -> Iterator[Mutant]:
+    mutants = list(mutants_of(file))
+    pick.shuffle(mutants)
+    yield from mutants
 
 
 def drawn(seed: int, only: str) -> Iterator[Mutant]:
-    """Mutants without end or repetition, the rows in turn."""
+    """Mutants without end or repetition: the rooms in turn, and in each its files."""
     pick = random.Random(seed)
-    rows = []
-    for file in TARGETS:
-        if only in file:
-            mutants = list(mutants_of(file))
-            pick.shuffle(mutants)
-            rows.append(mutants)
-    for turn in itertools.zip_longest(*rows):
-        yield from (mutant for mutant in turn if mutant)
-
-
-def tests_of(file: str) -> str:
-    """The row of a file, its tests as paths from ROOT."""
-    return re.sub(
-        r"test_\w+\.py",
-        lambda name: str(next(TESTS.rglob(name[0])).relative_to(ROOT)),
-        TARGETS[file],
-    )
+    rooms: dict[str, list[str]] = {}
+    for file in subprocess.check_output(["git", "ls-files"], cwd=ROOT, text=True).split("\n"):
+        if re.search(only, file) and is_mutated(file) and not (ROOT / file).is_symlink():
+            rooms.setdefault(str(Path(file).parent), []).append(file)
+    for files in rooms.values():
+        pick.shuffle(files)
+    of_rooms = [in_turn([shuffled(file, pick) for file in files]) for files in rooms.values()]
+    pick.shuffle(of_rooms)
+    yield from in_turn(of_rooms)
 
 
 def run(command: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
-        command, shell=True, cwd=TREE, capture_output=True, text=True, timeout=SECONDS, check=False
+        f"PYTHONPATH={TREE} {command}",
+        shell=True,
+        cwd=TREE,
+        capture_output=True,
+        text=True,
+        timeout=SECONDS,
+        check=False,
     )
 
 
@@ -333,68 +257,75 @@ def build(mutants: list[Mutant]) -> dict[Mutant, int]:
     return {}
 
 
+def fails(file: str, number: int = 0, options: str = "") -> int | None:
+    """pytest's status for the tests of a file; None: not done after SECONDS."""
+    chosen = f"METALMM_MUTANT='mutant {number};'"
+    try:
+        done = run(f"{chosen} {sys.executable} -m pytest -x -q {options} {tests_of(file)}")
+    except subprocess.TimeoutExpired:
+        return None
+    if done.returncode == 5:
+        raise RuntimeError(f"no tests for {file}: {done.stdout[-800:]}{done.stderr[-800:]}")
+    return done.returncode
+
+
+@cache
+def is_broken(choice: str, file: str) -> bool:
+    """Whether the tests of this row of ROOMS, which the file's are, fail without a fault."""
+    return fails(file) != 0
+
+
 def verdict(mutant: Mutant, number: int) -> str:
-    """noticed or survives; number: of a C++ mutant, which is built already."""
+    """noticed, survives or broken: what fails does so without the fault.
+
+    number: of a C++ mutant, which is built already.
+    """
     file = TREE / mutant.file
     before = file.read_text()
     if not number:
         file.write_text(mutant.text)
     try:
-        return "noticed" if fails(mutant.file, number) else "survives"
+        status = fails(mutant.file, number, "--cache-clear")
     finally:
         file.write_text(before)
-
-
-def fails(file: str, number: int = 0) -> str:
-    """Why the tests of the file's row do not pass: one fails, or they end or hang; "": they do."""
-    try:
-        chosen = f"METALMM_MUTANT='mutant {number};'"
-        done = run(f"{chosen} {sys.executable} -m pytest -x -q {tests_of(file)}")
-    except subprocess.TimeoutExpired:
-        return f"not done after {SECONDS} s"
-    if done.returncode in (3, 4, 5):  # pytest itself, its options, no tests
-        raise RuntimeError(f"pytest: {done.stdout[-800:]}{done.stderr[-800:]}")
-    said = done.stdout.strip().rpartition("\n")[2]
-    return f"status {done.returncode}: {said}" if done.returncode else ""
+    if status == 0:
+        return "survives"
+    if status == 1:
+        broken = fails(mutant.file, options="--last-failed") != 0
+    else:  # pytest itself ended, or did not: which test, it has not written
+        broken = is_broken(choice_of(mutant.file), mutant.file)
+    return "broken" if broken else "noticed"
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--count", type=int, default=100)
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--only", default="", help="a part of the names of files")
+    parser.add_argument("--only", default="", help="an expression: a part of the names of files")
     parser.add_argument("--minutes", type=float, default=1e9, help="after which none is begun")
     asked = parser.parse_args()
     end = time.monotonic() + 60 * asked.minutes
     copy_tree()
     # A line takes one mutant of C++.
-    mutants: list[Mutant] = []
+    mutants = {}
     for mutant in drawn(asked.seed, asked.only):
-        if mutant.file.endswith(".cpp") and (mutant.file, mutant.line) in {
-            (m.file, m.line) for m in mutants
-        }:
-            continue
-        mutants.append(mutant)
+        mutants.setdefault((mutant.file, mutant.line if is_built(mutant.file) else mutant), mutant)
         if len(mutants) == asked.count:
             break
-    native = build([m for m in mutants if m.file.endswith(".cpp")])
-    broken = {file: why for file in sorted({m.file for m in mutants}) if (why := fails(file))}
-    for file, why in broken.items():
-        print(f"left out: without a fault the tests of {file} fail: {why}", flush=True)
-    mutants = [mutant for mutant in mutants if mutant.file not in broken]
+    native = build([m for m in mutants.values() if is_built(m.file)])
     scores: dict[str, list[bool]] = {}
-    for mutant in mutants:
-        if mutant.file.endswith(".cpp") and mutant not in native:
+    for mutant in mutants.values():
+        if is_built(mutant.file) and mutant not in native:
             continue
         if time.monotonic() > end:
             break
         said = verdict(mutant, native.get(mutant, 0))
-        for part in (str(Path(mutant.file).parent), f"all {Path(mutant.file).suffix}"):
-            scores.setdefault(part, []).append(said == "noticed")
         print(f"{said:9} {mutant.file}:{mutant.line}: {mutant.what}", flush=True)
+        if said != "broken":
+            for part in (str(Path(mutant.file).parent), f"all {Path(mutant.file).suffix}"):
+                scores.setdefault(part, []).append(said == "noticed")
     for part, of in scores.items():
         print(f"{part:28} {sum(of)} of {len(of)} noticed")
-    sys.exit(bool(broken))
 
 
 if __name__ == "__main__":
