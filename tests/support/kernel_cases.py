@@ -19,7 +19,8 @@ from expert_kernels import expert_call
 from inputs import generator, packed_weight, uniform
 from oracle import spec
 from plan_cases import stored, strategies_used, strategy_of
-from recurrent_calls import RECURRENT
+from recorder import recorded
+from recurrent_calls import RECURRENT, Run
 from torch import Tensor
 
 from torch_metalmm import _C, formats
@@ -40,16 +41,18 @@ ACTIVATIONS = tuple(_C.activations())
 
 @dataclass(frozen=True)
 class Case:
-    """run(put) makes the call, put moving its operands to the engine; problem is what is planned.
+    """run(put) makes the call, put moving its operands to the engine.
 
-    `x`: its activations, then bias or c; `weights`: W, or gate and up, f32.
+    `x`: its activations, then bias or c; `weights`: W, or gate and up, f32; `scales`: of product
+    and of c.
     """
 
     kernel: str
-    problem: dict[str, Any]
-    run: Callable[[Callable[[Tensor], Tensor]], Tensor]
+    run: Run
     x: tuple[Tensor, ...] = ()
     weights: tuple[Tensor, ...] = ()
+    activation: str = ""
+    scales: tuple[float, float] | None = None
 
 
 def format_of(kernel: str, strategy: str, pick: random.Random) -> str:
@@ -88,7 +91,7 @@ def case(kernel: str, number: int) -> Case:
         return norm_case(kernel, strategy, dtype, pick)
     if strategy == "hadamard":
         x = uniform(dtype, pick.randint(1, 40), 32 * pick.randint(1, 9), seed=(kernel, number))
-        return Case(kernel, {"op": "hadamard", "n": x.numel()}, lambda p: ops.hadamard(p(x)), (x,))
+        return Case(kernel, lambda put: ops.hadamard(put(x)), (x,))
     if strategy == "rope":
         return rope_case(kernel, dtype, pick)
     if strategy == "rope_tables":
@@ -121,8 +124,7 @@ def case(kernel: str, number: int) -> Case:
 def probe_case(kernel: str, strategy: str, dtype: torch.dtype, pick: random.Random) -> Case:
     op, n = strategy.removeprefix("elementwise_"), pick.randint(1, 3000)
     x, x2 = (uniform(dtype, n, seed=(kernel, n, i)) for i in range(2))
-    sizes = {"k": n} if op == "dot" else {"n": n}
-    return Case(kernel, {"op": op, **sizes}, lambda put: ops.probe(put(x), put(x2), op), (x, x2))
+    return Case(kernel, lambda put: ops.probe(put(x), put(x2), op), (x, x2))
 
 
 def norm_case(kernel: str, strategy: str, dtype: torch.dtype, pick: random.Random) -> Case:
@@ -130,8 +132,6 @@ def norm_case(kernel: str, strategy: str, dtype: torch.dtype, pick: random.Rando
     x, second = (uniform(dtype, m, k, seed=(kernel, m, k, i)) for i in range(2))
     g = uniform(dtype, k, seed=(kernel, k, "g")) if pick.random() < 0.7 else None
     offset = float(pick.randint(0, 1) if g is not None else 0)
-    problem = {"op": strategy, "m": m, "k": k, "norm_weight": g is not None, "offset": offset}
-    problem |= {"gate": strategy == "rms_norm"}
 
     def run(put: Callable[[Tensor], Tensor]) -> Tensor:
         weight = None if g is None else put(g)
@@ -140,7 +140,7 @@ def norm_case(kernel: str, strategy: str, dtype: torch.dtype, pick: random.Rando
         out: Tensor = ops.rms_norm(put(x), weight, 1e-5, offset, put(second), put(second))
         return out
 
-    return Case(kernel, problem, run, (x, second))
+    return Case(kernel, run, (x, second))
 
 
 def rope_case(kernel: str, dtype: torch.dtype, pick: random.Random) -> Case:
@@ -152,8 +152,6 @@ def rope_case(kernel: str, dtype: torch.dtype, pick: random.Random) -> Case:
     angle_dtype = pick.choice([dtype, torch.float32])
     cos, sin = (uniform(angle_dtype, 1, positions, rotated, seed=(seed, i)) for i in range(2))
     g, interleaved = uniform(dtype, dim, seed=(seed, "g")), pick.random() < 0.5
-    sizes = {"heads": heads, "kv_heads": kv_heads, "rotated": rotated, "positions": positions}
-    problem = {"op": "rope", "m": batch * positions, "k": dim}
 
     def run(put: Callable[[Tensor], Tensor]) -> Tensor:
         made = ops.rope(
@@ -162,7 +160,7 @@ def rope_case(kernel: str, dtype: torch.dtype, pick: random.Random) -> Case:
         )  # fmt: skip
         return torch.cat([t.flatten() for t in made])
 
-    return Case(kernel, problem | {"rope": sizes | {"angle_rows": positions}}, run, (qkv,))
+    return Case(kernel, run, (qkv,))
 
 
 def tables_case(kernel: str, dtype: torch.dtype, pick: random.Random) -> Case:
@@ -181,9 +179,7 @@ def tables_case(kernel: str, dtype: torch.dtype, pick: random.Random) -> Case:
         made = ops.rope_tables(put(positions), put(freq), put(axes), **flags, dtype=dtype)
         return torch.cat(made)
 
-    sizes = flags | {"rows": 3, "axes": True}
-    problem = {"op": "rope_tables", "m": batch * length, "k": count, "tables": sizes}
-    return Case(kernel, problem, run, (positions,))
+    return Case(kernel, run, (positions,))
 
 
 def route_case(kernel: str, dtype: torch.dtype, pick: random.Random) -> Case:
@@ -194,22 +190,14 @@ def route_case(kernel: str, dtype: torch.dtype, pick: random.Random) -> Case:
     rows = torch.stack([torch.randperm(n, generator=generator(kernel, m, i)) for i in range(m)])
     x, bias = (rows / 32).to(dtype), uniform(torch.float32, n, seed=(kernel, n, "bias")) / 64
     shared = uniform(torch.float32, m, 1, seed=(kernel, m, "shared"))
-    sizes = {"groups": groups, "kept_groups": kept, "sigmoid": is_sigmoid, "renormalise": True}
-    given = {n: v for n, v in sizes.items() if n != "sigmoid"}
+    given: dict[str, Any] = {"groups": groups, "kept_groups": kept, "renormalise": True}
     given |= {"scoring": "sigmoid" if is_sigmoid else "softmax"}
 
     def run(put: Callable[[Tensor], Tensor]) -> Tensor:
         weights, ids = ops.route(put(x), k, choice_bias=put(bias), shared=put(shared), **given)
         return torch.cat([weights, ids.float()])
 
-    problem = {
-        "op": "route",
-        "m": m,
-        "n": n,
-        "k": k,
-        "route": sizes | {"choice_bias": True, "shared": True},
-    }
-    return Case(kernel, problem, run, (x,))
+    return Case(kernel, run, (x,))
 
 
 def append_case(kernel: str, name: str, dtype: torch.dtype, pick: random.Random) -> Case:
@@ -225,9 +213,6 @@ def append_case(kernel: str, name: str, dtype: torch.dtype, pick: random.Random)
     slots = torch.tensor(pick.sample(range(capacity), positions))
     row = formats.get(name).row_bytes(dim)
     rows = torch.zeros(2, batch, kv_heads, capacity, row, dtype=torch.uint8)
-    sizes = {"heads": heads, "kv_heads": kv_heads, "rotated": rotated, "positions": positions}
-    problem = {"op": "rope_append", "m": batch * positions, "n": capacity, "k": dim}
-    problem |= {"format": name, "rope": sizes | {"angle_rows": positions}}
 
     def run(put: Callable[[Tensor], Tensor]) -> Tensor:
         keys, values = put(rows.clone())
@@ -242,7 +227,7 @@ def append_case(kernel: str, name: str, dtype: torch.dtype, pick: random.Random)
         written = (t.flatten().view(torch.uint8) for t in (q, keys, values))
         return torch.cat([*written]).to(torch.float32)
 
-    return Case(kernel, problem, run, (qkv,))
+    return Case(kernel, run, (qkv,))
 
 
 def attention_case(kernel: str, strategy: str, dtype: torch.dtype, pick: random.Random) -> Case:
@@ -263,9 +248,6 @@ def attention_case(kernel: str, strategy: str, dtype: torch.dtype, pick: random.
     length = torch.tensor(pick.randint(1, slots))
     window, softcap = pick.choice((0, 70)), pick.choice((0.0, 30.0))
     softcap = 30.0 if tiles else softcap  # which torch's attention does not have
-    sizes: dict[str, Any] = {"batch": batch, "heads": kv_heads * group, "kv_heads": kv_heads}
-    sizes |= {"queries": queries, "softcap": softcap}
-    problem = {"op": "attention", "n": slots, "k": dim, "format": name, "attention": sizes}
 
     def run(put: Callable[[Tensor], Tensor]) -> Tensor:
         out: Tensor = ops.attention(
@@ -274,7 +256,7 @@ def attention_case(kernel: str, strategy: str, dtype: torch.dtype, pick: random.
         )  # fmt: skip
         return out
 
-    return Case(kernel, problem, run, (q,))
+    return Case(kernel, run, (q,))
 
 
 def rows_case(
@@ -284,19 +266,14 @@ def rows_case(
     n, k = nk
     packed = packed_weight(name, n, k, (kernel, n, k))
     ids = torch.tensor([pick.randrange(n) for _ in range(pick.randint(1, 5))])
-    problem = {"op": strategy, "n": n, "k": k, "m": len(ids), "format": name}
-    if strategy == "embedding":
-        count = pick.choice([1, n])
-        scale = uniform(pick.choice([dtype, torch.float32]), count, seed=(kernel, "scale"))
-        problem |= {"scale": True, "float_scale": scale.dtype != dtype, "row_scales": count > 1}
-        return Case(
-            kernel,
-            problem,
-            lambda put: ops.embedding(
-                put(ids), put(packed), name, k, dtype=dtype, scale=put(scale)
-            ),
-        )
-    return Case(kernel, problem, lambda put: ops.dequantize(put(packed), name, k, dtype=dtype))
+    if strategy == "dequantize":
+        return Case(kernel, lambda put: ops.dequantize(put(packed), name, k, dtype=dtype))
+    count = pick.choice([1, n])
+    scale = uniform(pick.choice([dtype, torch.float32]), count, seed=(kernel, "scale"))
+    return Case(
+        kernel,
+        lambda put: ops.embedding(put(ids), put(packed), name, k, dtype=dtype, scale=put(scale)),
+    )
 
 
 def matmul_case(
@@ -308,63 +285,57 @@ def matmul_case(
     packed = packed_weight(name, n, k, seed)
     x, second = (uniform(dtype, m, k, seed=(seed, i)) for i in range(2))
     weights = (spec(name, packed, k),)
-    problem = {"op": strategy, "m": m, "n": n, "k": k, "format": name}
     act = pick.choice(ACTIVATIONS)
     if strategy in ("swiglu_up", "act_mul"):
         up = packed_weight(name, n, k, (seed, "up"))
-        if strategy == "act_mul":  # the last of three plans
-            problem = {"op": "act_mul", "n": m * n, "k": k}
         return Case(
-            kernel, problem | {"activation": act},
+            kernel,
             lambda put: ops.swiglu(put(x), put(packed), put(up), name, name, act),
-            (x,), (*weights, spec(name, up, k)),
+            (x,), (*weights, spec(name, up, k)), act,
         )  # fmt: skip
     if strategy == "swiglu_down":
         return Case(
-            kernel, problem | {"activation": act},
+            kernel,
             lambda put: ops.swiglu_linear(put(x), put(second), put(packed), None, name, act),
-            (x, second), weights,
+            (x, second), weights, act,
         )  # fmt: skip
-    problem |= {"op": "linear", "strategy": strategy}
-    fused = problem | {"norm": True, "norm_weight": True, "strategy": None}
-    if is_planned(fused, kernel) and pick.random() < 0.5:
+    if is_choice_of_a_norm(kernel, name, mnk) and pick.random() < 0.5:
         g = uniform(dtype, k, seed=(seed, "g"))
         return Case(
-            kernel, fused,
+            kernel,
             lambda put: ops.norm_linear(put(x), put(g), 1e-5, 0.0, put(packed), None, name),
             (x, g), weights,
         )  # fmt: skip
     if pick.random() < 0.5:
         c, alpha, beta = uniform(dtype, m, n, seed=(seed, "c")), 0.75, -1.5
         return Case(
-            kernel, problem | {"c": True, "alpha": alpha, "beta": beta},
+            kernel,
             lambda put: ops.gemm(put(x), put(packed), name, put(c), alpha, beta, strategy),
-            (x, c), weights,
+            (x, c), weights, "", (alpha, beta),
         )  # fmt: skip
     bias = uniform(dtype, n, seed=(seed, "bias"))
     return Case(
-        kernel, problem | {"bias": True},
+        kernel,
         lambda put: ops.linear(put(x), put(packed), put(bias), name, strategy),
         (x, bias), weights,
     )  # fmt: skip
 
 
-def planned_kernels(one: Case) -> list[str]:
-    """The kernels of the case's plan."""
-    return kernels_of(one.problem, one.kernel.rpartition("_")[2])
-
-
-def kernels_of(problem: dict[str, Any], dtype: str) -> list[str]:
-    sizes = dict(problem)
-    plan = _C.plan(sizes.pop("op"), chip=CHIP, gpu={"cores": CORES}, dtype=dtype, **sizes)
-    return [p["kernel"] for p in plan["passes"]]
-
-
-def is_planned(fused: dict[str, Any], kernel: str) -> bool:
+def is_choice_of_a_norm(kernel: str, name: str, mnk: tuple[int, int, int]) -> bool:
     """Whether this kernel is the choice for a product that normalises x."""
-    if not _C.norm_is_fused(m=fused["m"], format=fused["format"], chip=CHIP):
+    m, n, k = mnk
+    if not _C.norm_is_fused(m=m, format=name, chip=CHIP):
         return False
-    return kernels_of(fused, kernel.rpartition("_")[2]) == [kernel]
+    sizes = {"m": m, "n": n, "k": k, "format": name, "dtype": kernel.rpartition("_")[2]}
+    traits = {"norm": True, "norm_weight": True, "chip": CHIP, "gpu": {"cores": CORES}}
+    return [p["kernel"] for p in _C.plan(**sizes, **traits)["passes"]] == [kernel]
+
+
+def planned_kernels(one: Case) -> list[str]:
+    """The kernels that the case's call runs on the CUDA engine."""
+    with recorded(CHIP, CORES) as calls:
+        one.run(lambda t: t)
+    return [call[1] for call in calls if call[0] == "set_pipeline"]
 
 
 def emulate(kernel: str) -> list[Tensor]:

@@ -4,15 +4,14 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable
-from typing import Any
 
 import torch
 from inputs import uniform
 from torch import Tensor
 
 ops = torch.ops.metalmm
-# What is planned, the call and its activations, as kernel_cases.Case has them.
-Made = tuple[dict[str, Any], Callable[[Callable[[Tensor], Tensor]], Tensor], tuple[Tensor, ...]]
+Run = Callable[[Callable[[Tensor], Tensor]], Tensor]
+Made = tuple[Run, tuple[Tensor, ...]]  # the call and its activations, as kernel_cases.Case has them
 
 
 def conv(kernel: str, dtype: torch.dtype, pick: random.Random) -> Made:
@@ -23,15 +22,13 @@ def conv(kernel: str, dtype: torch.dtype, pick: random.Random) -> Made:
     own_dtype = pick.choice([dtype, torch.float32])
     weight, bias = (uniform(own_dtype, *s, seed=(seed, s)) for s in ((n, taps), (n,)))
     state = uniform(dtype, batch, n, width, seed=(seed, "state"))
-    sizes = {"positions": positions, "width": width, "bias": True, "silu": True}
-    problem = {"op": "causal_conv", "m": batch * positions, "n": n, "k": taps, "conv": sizes}
 
     def run(put: Callable[[Tensor], Tensor]) -> Tensor:
         own = put(state.clone())
         y = ops.causal_conv(put(x), put(weight), put(bias), own, "silu")
         return torch.cat([y.flatten(), own.flatten()])
 
-    return problem, run, (x,)
+    return run, (x,)
 
 
 def delta(kernel: str, dtype: torch.dtype, pick: random.Random) -> Made:
@@ -44,15 +41,13 @@ def delta(kernel: str, dtype: torch.dtype, pick: random.Random) -> Made:
     head_dtype = pick.choice([dtype, torch.float32])
     a_log, dt_bias = (uniform(head_dtype, heads, seed=(seed, i)) for i in range(2))
     state = uniform(torch.float32, batch, heads, dk, dv, seed=(seed, "state"))
-    problem = {"op": "gated_delta", "m": batch * positions, "n": dv, "k": dk}
 
     def run(put: Callable[[Tensor], Tensor]) -> Tensor:
         own = put(state.clone())
         y = ops.gated_delta(put(qkv), put(a), put(b), put(a_log), put(dt_bias), own)
         return torch.cat([y.flatten().float(), own.flatten()])
 
-    sizes = {"heads": heads, "key_heads": key_heads, "positions": positions}
-    return problem | {"delta": sizes}, run, (qkv,)
+    return run, (qkv,)
 
 
 def scan(kernel: str, dtype: torch.dtype, pick: random.Random) -> Made:
@@ -66,15 +61,13 @@ def scan(kernel: str, dtype: torch.dtype, pick: random.Random) -> Made:
     head_dtype = pick.choice([dtype, torch.float32])
     of_heads = [uniform(head_dtype, heads, seed=(seed, i)) for i in range(3)]
     state = uniform(torch.float32, batch, heads, p, n, seed=(seed, "state"))
-    problem = {"op": "ssm_scan", "m": batch * positions, "n": p, "k": n, "gate": True}
 
     def run(put: Callable[[Tensor], Tensor]) -> Tensor:
         own = put(state.clone())
         y = ops.ssm_scan(put(xbc), put(dt), *map(put, of_heads), own, put(gate), 0.1, 1.5)
         return torch.cat([y.flatten().float(), own.flatten()])
 
-    sizes = {"heads": heads, "groups": groups, "positions": positions}
-    return problem | {"ssm": sizes}, run, (xbc,)
+    return run, (xbc,)
 
 
 RECURRENT = {"causal_conv": conv, "gated_delta": delta, "ssm_scan": scan}

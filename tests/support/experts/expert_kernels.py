@@ -4,24 +4,23 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable
-from typing import Any
 
 import torch
 from inputs import packed_weight, uniform
 from oracle import spec
+from recurrent_calls import Run
 from torch import Tensor
 
 from torch_metalmm import _C
 
 ops = torch.ops.metalmm
-Run = Callable[[Callable[[Tensor], Tensor]], Tensor]
 
 
 def expert_call(
     kernel: str, strategy: str, name: str, nk: tuple[int, int], dtype: torch.dtype,
     pick: random.Random,
-) -> tuple[dict[str, Any], Run, tuple[Tensor, ...], tuple[Tensor, ...]]:  # fmt: skip
-    """What is planned, the call, its activations and its W, as kernel_cases.Case has them."""
+) -> tuple[Run, tuple[Tensor, ...], tuple[Tensor, ...]]:  # fmt: skip
+    """The call, its activations and its W, as kernel_cases.Case has them."""
     n, k = nk
     experts, tokens, choices = pick.randint(1, 5), pick.randint(1, 9), pick.randint(1, 10)
     seed, is_up = (kernel, nk, experts, tokens, choices), strategy == "expert_up"
@@ -31,18 +30,6 @@ def expert_call(
     bias = uniform(dtype, *w.shape[:2], seed=(seed, "bias"))
     scores = uniform(dtype, tokens, choices, seed=(seed, "scores"))
     ids = torch.tensor([[pick.randrange(experts) for _ in range(choices)] for _ in range(tokens)])
-    op = {"gemv": "linear", "gemm": "tiles"}.get(strategy[7:], strategy[7:])
-    problem: dict[str, Any] = {"op": f"expert_{op}", "n": n, "k": k, "format": name}
-    sizes: dict[str, Any] = {"experts": experts, "sharing": choices}
-    if strategy == "expert_gemm":
-        rows = _C.expert_tile_rows(tokens * choices, experts)
-        most = tokens * choices + min(tokens * choices, experts) * (rows - 1)
-        problem |= {"m": most // rows * rows, "experts": sizes | {"tile_rows": rows}}
-    elif strategy == "expert_down":
-        sizes |= {"choices": choices, "float_scores": dtype == torch.float32}
-        problem |= {"m": tokens, "experts": sizes, "bias": True}
-    else:
-        problem |= {"m": tokens * choices, "experts": sizes, "bias": True}
     limit, act = (
         pick.choice((None, 2.0)),
         pick.choice((*_C.activations(), "swiglu_oai")),
@@ -60,4 +47,4 @@ def expert_call(
         out = ops.expert_linear(*given, name, down, strategy=strategy)
         return out
 
-    return problem, run, (x, bias), (spec(name, packed, k),)
+    return run, (x, bias), (spec(name, packed, k),)
