@@ -21,14 +21,24 @@ import json, os, sys
 def answer(said, given):
     for stream in (1, 2):
         os.dup2(os.open(said, os.O_WRONLY | os.O_CREAT | os.O_APPEND), stream)
-    run(*given)
+    try:
+        run(*given)
+    except SystemExit as end:
+        leave(end.code or 0)
+    leave(0)
+
+def leave(status):
+    # An interpreter that has imported torch takes a second to end: it visits all that it has.
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(status)
 
 for line in sys.stdin:
     child = os.fork()
     if child == 0:
         answer(*json.loads(line))
-        break
     print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]), flush=True)
+leave(0)
 """
 _ANEW = "import json, sys\nrun(*json.loads(sys.stdin.read()))\n"
 

@@ -244,9 +244,11 @@ def test_a_missing_package_is_named_before_anything_is_fetched(
     assert told in failure(capsys, *command)
 
 
-# The environment names the hub when huggingface_hub is imported.
+# Its environment names the hub, of which huggingface_hub asks when it is imported: once for all.
 COMMAND = """
 import os, sys
+import torch_metalmm.files.gguf.load, torch_metalmm.tools.generate, torch_metalmm.tools.packing
+import transformers.models.llama.modeling_llama
 from torch_metalmm.tools.cli import main
 def run(folder, *arguments):
     os.chdir(folder)
