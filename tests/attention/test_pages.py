@@ -80,6 +80,8 @@ def test_formats_without_a_kernel(backend: Backend) -> None:
     got = ops.attention(*given, pages=put(torch.tensor(TABLE[2:3])))
     own = (put(q), put(alone(k)), put(alone(v)), "q5_0", "q4_1", put(torch.tensor(130)))
     assert torch.equal(got, ops.attention(*own))
+    none = (given[0][:0], *given[1:5], given[5][:0])
+    assert ops.attention(*none, pages=put(torch.tensor(TABLE)[:0])).shape == (0, 2, HEADS, DIM)
 
 
 @pytest.mark.parametrize("names", [*WRITTEN, "q5_0/q4_1"])

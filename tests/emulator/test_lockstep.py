@@ -94,7 +94,8 @@ def test_a_fault_has_its_kind_and_place(case: str) -> None:
 
 @pytest.mark.parametrize("checked", [True, False])
 def test_divergent_simd_sum(checked: bool) -> None:
-    error = fault("if (lane < 16) {\n  y[i] = simd_sum(x[i]);\n}", checked)
+    line = '\n#line 5 "folder/faulty.metal"\n'
+    error = fault(f"if (lane < 16) {{{line}  y[i] = simd_sum(x[i]);\n}}", checked)
     assert where(error) == ("divergent", 5, 0, 0)
     assert "lane 0 waits at simd_sum, faulty.metal:5" in str(error)
     assert "lane 16 has returned" in str(error)

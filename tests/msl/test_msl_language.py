@@ -250,7 +250,7 @@ def test_vectors_at_the_alignment_of_their_elements(checked: bool) -> None:
     text = """kernel void k(device float* y [[buffer(0)]], device const uchar* x [[buffer(1)]],
   constant uint& n [[buffer(2)]], threadgroup float* t [[threadgroup(0)]]) {
   t[0] = t[1] = t[2] = t[3] = 1;
-  if (n < 16) { float4 v = ((device const float4*)(x + n))[1]; y[0] = v.y; }
+  if (n < 16) { float2 v = ((device const float2*)(x + n))[2]; y[0] = v.y; }
   else { float2 v = *(threadgroup float2*)(t + n - 16); y[0] = v.x; }
 }"""
     x = torch.arange(32.0)

@@ -110,6 +110,11 @@ INTS: dict[str, Callable[[int], int]] = {
     "abs(-v)": abs,
     "int(as_type<uint>(as_type<float>(v)))": lambda v: v,
     "int(numeric_limits<short>::max() + numeric_limits<char>::lowest())": lambda v: 32767 - 128,
+    "numeric_limits<int>::digits + numeric_limits<uchar>::digits": lambda v: 31 + 8,
+    "is_vector_v<float2> && !is_vector_v<float>": lambda v: 1,
+    "conjunction<is_integral<int>, is_integral<float>>::value": lambda v: 0,
+    "array<float, 1>().empty()": lambda v: 0,
+    "int(pack_float_to_snorm4x8(float4(-2, 2, 0, 0)))": lambda v: 0x7F81,
 }
 
 

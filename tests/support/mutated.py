@@ -42,6 +42,7 @@ ROOMS = {
     "csrc/emulator": "emulator msl",
     "csrc/msl": "msl emulator",
     "torch_metalmm/msl": "msl emulator",
+    "torch_metalmm/msl/entries.py": "repository/test_adding.py",
     "metal/attention": f"attention {_EMULATED}",
     "metal/formats": f"metal emulator ops/test_exact.py {_EMULATED}",
     "metal/kernels": f"metal ops {_EMULATED}",
