@@ -99,18 +99,15 @@ def ggml(file: Path) -> Text:
 
 
 _MLX = "mlx/backend/metal/kernels"
-_MLX_TEXT = "".join(
-    f'#include "{_MLX}/{header}.h"\n'
-    for header in ("utils", "steel/gemm/gemm", "quantized_utils", "quantized")
-)
+_MLX_PRODUCTS = ("utils", "steel/gemm/gemm", "quantized_utils", "quantized")
 
 
-def mlx(folder: Path, instances: Sequence[str]) -> Text:
+def mlx(folder: Path, instances: Sequence[str], headers: Sequence[str] = _MLX_PRODUCTS) -> Text:
     """Instances of kernels of MLX's headers, as affine_qmm_t<...>: kernels mlx_0, mlx_1, ...;
     `folder`: its include folder. ValueError: another folder."""
     if not (folder / _MLX).is_dir():
         raise ValueError(f"{folder}: has no {_MLX}")
-    text = _MLX_TEXT + "".join(
+    text = "".join(f'#include "{_MLX}/{header}.h"\n' for header in headers) + "".join(
         f'template [[host_name("mlx_{i}")]] [[kernel]] decltype({name}) {name};\n'
         for i, name in enumerate(instances)
     )

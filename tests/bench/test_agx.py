@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from places import TESTS
+from places import TESTS, mlx_include
 
 from bench.agx import foreign, kernels, rows
 from bench.agx.build_mesa import PROGRAM
@@ -86,7 +86,7 @@ def test_a_threshold_costs_least_in_all() -> None:
     assert rows.planned("q4_0") == 2 * rows.planned("q4_k")  # a pass has half as many rows
 
 
-OTHER = TESTS / "msl" / "metal_foreign" / "blocks.metal"
+OTHER = TESTS / "msl" / "packed.metal"
 
 
 def test_the_text_of_another_project_becomes_spirv() -> None:
@@ -101,12 +101,15 @@ needs_mesa = pytest.mark.skipif(not PROGRAM.exists(), reason="mmagx is not built
 
 
 @needs_mesa
-def test_the_code_of_another_project() -> None:
-    """A turn is 16 values of 4 rows: codes masked by ands, not shifted, multiplied by fma."""
+def test_the_code_of_other_projects() -> None:
+    """An fma for each weight of a turn: 2 rows of a block here; of MLX's, each 4 begin with a
+    product."""
     ((_, code),) = foreign.codes(texts.ggml(OTHER), ["kernel_mul_mv_q4_0_f32"])
     assert not isinstance(code, str)
-    assert code.counts["fma"] >= 4 * 16 <= code.counts["bitwise"]
-    assert code.counts["shift"] < 16
+    assert code.counts["fma"] >= 2 * 32
+    for found in foreign.mlx(mlx_include()):
+        assert not isinstance(found.code, str)
+        assert found.code.counts["fma"] >= found.weights, found.kernel
 
 
 @needs_mesa

@@ -8,7 +8,7 @@ from places import TESTS
 from bench.__main__ import main
 from bench.shapes import parse_ints
 
-FOREIGN = TESTS / "msl" / "metal_foreign"
+FOLDER = TESTS / "msl"
 
 
 @pytest.mark.parametrize(
@@ -27,9 +27,9 @@ FOREIGN = TESTS / "msl" / "metal_foreign"
             for text in ("8x2x64", "8x2x0x256", "axbxcxd")
         ),
         ("matrix-ops gemm 4 8", "takes M N K"),
-        (f"tiles --ggml {FOREIGN}/none.metal", "none.metal"),
-        (f"tiles --ggml {FOREIGN}/registers.metal", "has no kernel kernel_mul_mm_f16_f16"),
-        (f"tiles --mlx {FOREIGN}", "has no mlx/backend/metal/kernels"),
+        (f"tiles --ggml {FOLDER}/none.metal", "none.metal"),
+        (f"tiles --ggml {FOLDER}/packed.metal", "has no kernel kernel_mul_mm_f16_f16"),
+        (f"tiles --mlx {FOLDER}", "has no mlx/backend/metal/kernels"),
         ("tokens --context 1k,2k", "several only with --cache"),
         ("tokens --cache q9", "format"),
         ("tokens --cache f16 --context 0", "whole numbers of at least 1"),

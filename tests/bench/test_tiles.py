@@ -4,7 +4,7 @@ project, the committed figures."""
 from __future__ import annotations
 
 import pytest
-from places import ROOT, TESTS
+from places import ROOT, TESTS, mlx_include
 
 from bench.shaders import cells, foreign, ptx, tiles
 
@@ -46,13 +46,21 @@ def test_a_tile_counted_by_hand() -> None:
 
 
 def test_the_text_of_another_project() -> None:
-    """A turn of this kernel multiplies 8 matrices for each 8 of 32 values of K, and loads 6."""
-    file = TESTS / "msl" / "metal_foreign" / "blocks.metal"
+    """A turn of this kernel takes 32 of K: 2 products and 3 loads for each 8 of them."""
+    file = TESTS / "msl" / "packed.metal"
     (function,) = foreign.functions(foreign.ggml(file), ["kernel_mul_mm_q4_0_f32"]).values()
     found = tiles.cost(function).counts
-    assert (found["product"], found["load from threadgroup"]) == (32, 24)
+    assert (found["product"], found["load from threadgroup"]) == (8, 12)
+    assert (found["store to threadgroup"], found["barrier"]) == (16 + 8, 2)
     assert found["load from device"] > 0
-    assert found["store to threadgroup"] > 0
+
+
+def test_the_tiles_of_mlx() -> None:
+    """A simdgroup multiplies 2 x 2 matrices for each 8 of 32 values of K."""
+    found = list(tiles.of_mlx(mlx_include()))
+    assert [(t.format, t.dtype, t.products) for t in found] == [
+        ("affine4", dtype, 2 * 2 * 4) for dtype in tiles.DTYPES
+    ]
 
 
 def test_a_loop_without_products() -> None:

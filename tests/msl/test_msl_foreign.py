@@ -1,134 +1,185 @@
-"""Matmul kernels as other projects write them, compiled unmodified and run by the emulator."""
+"""Kernels of MLX, from the headers of its package, and a text with ggml's names, run by the
+emulator. Every product and sum of their operands is exact: results are equal, not close."""
 
 from __future__ import annotations
 
+import functools
 import struct
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
 import torch
+from places import mlx_include
 from torch import Tensor
+from torch.nn.functional import scaled_dot_product_attention
 
+from bench.shaders import foreign
 from torch_metalmm import formats
+from torch_metalmm.formats.affine import Affine
 from torch_metalmm.testing import MetalSource
 
-FOLDER = Path(__file__).parent / "metal_foreign"
+TYPES = {torch.float32: "float", torch.float16: "half", torch.bfloat16: "bfloat16_t"}
+DTYPES = tuple(TYPES)
 
 
-def source(name: str) -> MetalSource:
-    """version: array frameworks compile for the newest Metal, whose lambdas they use."""
-    return MetalSource((FOLDER / f"{name}.metal").read_text(), name=f"{name}.metal", version=320)
-
-
-def integers(*shape: int, seed: int, dtype: torch.dtype = torch.float32) -> Tensor:
-    """Small integers: every product and sum is exact, so that results are equal, not close."""
+def integers(*shape: int, seed: int, dtype: torch.dtype = torch.float32, high: int = 4) -> Tensor:
     g = torch.Generator().manual_seed(seed)
-    return torch.randint(-4, 5, shape, generator=g).to(dtype)
+    return torch.randint(-high, high + 1, shape, generator=g).to(dtype)
 
 
-@pytest.mark.parametrize(
-    ("kernel", "m", "n", "k"), [("matmul_naive", 1, 5, 3), ("matmul_tiled", 17, 33, 40)]
-)
-def test_tutorial_matmul(kernel: str, m: int, n: int, k: int) -> None:
-    a, b = integers(m, k, seed=0), integers(k, n, seed=1)
-    c = torch.full((m, n), torch.nan)
-    grid = ((n + 15) // 16, (m + 15) // 16)
-    source("tiled").function(kernel)(grid, (16, 16), [a, b, c, struct.pack("3I", m, n, k)])
-    assert torch.equal(c, a @ b)
+@functools.cache
+def mlx(instances: tuple[str, ...], *headers: str) -> MetalSource:
+    """Kernels mlx_0, mlx_1, ...; for the newest Metal, whose lambdas they use."""
+    text = foreign.mlx(mlx_include(), instances, *([headers] if headers else []))
+    return MetalSource(text.text, name=text.name, include=text.include, version=320)
 
 
-def test_vec4_matmul() -> None:
-    a, b = integers(8, 12, seed=0), integers(12, 16, seed=1)
-    c = torch.empty(8, 16)
-    arguments = struct.pack("4I", 8, 16, 12, 0)
-    source("tiled").function("matmul_vec4")((1, 1), (4, 8), [a, b, c, arguments])
-    assert torch.equal(c, a @ b)
+# Tile (rows, columns, K) of a threadgroup of four simdgroups; whether A, B lie transposed.
+STEEL = (((32, 32, 16), (0, 1)), ((64, 32, 32), (0, 0)), ((32, 64, 16), (1, 0)))
 
 
-@pytest.mark.parametrize("bias", [False, True])
-@pytest.mark.parametrize(("m", "n"), [(64, 64), (33, 31), (70, 130)])
-@pytest.mark.parametrize(
-    ("name", "dtype", "bm"),
-    [
-        ("gemm_nt_float32_bm32_bn32_bk16", torch.float32, 32),
-        ("gemm_nt_float16_bm64_bn32_bk32", torch.float16, 64),
-        ("gemm_nt_bfloat16_bm32_bn32_bk16", torch.bfloat16, 32),
-    ],
-)
-def test_simdgroup_gemm(name: str, dtype: torch.dtype, bm: int, m: int, n: int, bias: bool) -> None:
-    k = 64
-    a, b = integers(m, k, seed=2, dtype=dtype), integers(n, k, seed=3, dtype=dtype)
-    row = integers(n, seed=4, dtype=dtype)
-    d = torch.full((m, n), torch.nan, dtype=dtype)
-    constants = {200: m % bm == 0, 201: n % 32 == 0} | ({10: True} if bias else {})
-    gemm = source("steel").function(name, constants)
-    gemm(
-        ((n + 31) // 32, (m + bm - 1) // bm),
-        128,
-        [a, b, d, struct.pack("6i", m, n, k, k, k, n), row],
+@pytest.mark.parametrize("source", ["none", "added", "scaled"])
+@pytest.mark.parametrize(("m", "n", "k"), [(64, 64, 64), (33, 30, 50), (70, 130, 64)])
+@pytest.mark.parametrize("case", range(3))
+def test_steel_gemm(case: int, m: int, n: int, k: int, source: str) -> None:
+    (bm, bn, bk), (ta, tb) = STEEL[case]
+    dtype, swizzle, batch = DTYPES[case], 1, 2
+    a, b, c = (
+        integers(batch, *shape, seed=i, dtype=dtype)
+        for i, shape in enumerate([(m, k), (k, n), (m, n)])
     )
-    expected = a.float() @ b.float().T + (row.float() if bias else 0)
-    assert torch.equal(d, expected.to(dtype))
+    left = a.mT.contiguous() if ta else a
+    right = b.mT.contiguous() if tb else b
+    tiles_n, tiles_m = -(-n // bn), -(-m // bm)
+    sizes = (m, n, k, left.shape[2], right.shape[2], n, tiles_n, tiles_m, m * k, k * n, m * n)
+    params = struct.pack("8i3q3i4x", *sizes, swizzle, k // bk, 0)
+    alpha, beta = (2, -3) if source == "scaled" else (1, 1)
+    add = struct.pack("2iq2f", n, 1, m * n, alpha, beta)
+    instances = tuple(
+        f"gemm<{TYPES[d]}, {', '.join(map(str, tile))}, 2, 2, {', '.join(map(str, transposed))}>"
+        for d, (tile, transposed) in zip(DTYPES, STEEL, strict=True)
+    )
+    headers = ("utils", "steel/gemm/gemm", "steel/gemm/kernels/steel_gemm_fused")
+    has_source = source != "none"
+    constants = {10: False, 100: has_source, 110: source == "scaled"}
+    constants |= {200: m % bm == 0, 201: n % bn == 0, 202: k % bk == 0}
+    # Rows of C behind the last are read at an edge; what comes of them is not stored.
+    behind = torch.cat([c.flatten(), torch.zeros(bm * n, dtype=dtype)])
+    d = torch.full((batch, m, n), torch.nan, dtype=dtype)
+    grid = (tiles_n << swizzle, -(-tiles_m >> swizzle), batch)
+    buffers = [left, right, behind if has_source else None, d, params, add if has_source else None]
+    mlx(instances, *headers).function(f"mlx_{case}", constants)(grid, 128, buffers)
+    want = a.double() @ b.double()
+    want = alpha * want + beta * c.double() if has_source else want
+    assert torch.equal(d, want.to(dtype))
 
 
-def block_arguments(n: int, k: int, m: int, row_bytes: int) -> bytes:
-    return struct.pack("iiQiiQ", k, n, row_bytes, n, m, 4 * k)
+AFFINE = ("affine2_g64", "affine3_g32_bf16", "affine4_g64", "affine4_g128_f32", "affine5_g64")
+AFFINE += ("affine6_g128_bf16", "affine8_g64", "affine8_g32_f32")
 
 
-def test_packed_matvec() -> None:
-    n, k = 37, 1024
-    w = formats.get("q4_0").quantize(torch.randn(n, k, generator=torch.Generator().manual_seed(5)))
-    x = integers(1, k, seed=6)
-    y = torch.full((1, n), torch.nan)
-    matvec = source("blocks").function("kernel_mul_mv_q4_0_f32", {702: 2})
-    matvec((5, 1), 64, [block_arguments(n, k, 1, w.shape[1]), w, x, y])
-    expected = x.double() @ formats.get("q4_0").dequantize(w, k).double().T
-    assert (y - expected).abs().max() < 1e-5 * expected.abs().max()
+def exact_weights(f: Affine, n: int, k: int) -> Tensor:
+    """W that f packs without a loss: every group has all codes' ends, at a scale of its own."""
+    g = torch.Generator().manual_seed(f.bits)
+    least, most = -(2 ** (f.bits - 1)), 2 ** (f.bits - 1) - 1
+    w = torch.randint(least, most + 1, (n, k // f.block_values, f.block_values), generator=g)
+    w[..., 0], w[..., -1] = least, most
+    scales = 0.5 ** torch.randint(0, 4, w.shape[:2], generator=g)
+    return (w * scales[..., None]).reshape(n, k).float()
 
 
-@pytest.mark.parametrize(("n", "m"), [(64, 32), (100, 45)])
-@pytest.mark.parametrize("name", ["q4_0", "f16"])
-def test_packed_gemm(name: str, n: int, m: int) -> None:
-    k = 96
-    codes = integers(n, k, seed=7)
-    w = formats.get(name).quantize(codes)
-    x = integers(m, k, seed=8)
-    y = torch.full((m, n), torch.nan)
-    tail = n % 64 != 0 or m % 32 != 0
-    gemm = source("blocks").function(f"kernel_mul_mm_{name}_f32", {701: tail, 702: 1})
-    buffers = [block_arguments(n, k, m, w.shape[1]), w, x, y]
-    gemm(((m + 31) // 32, (n + 63) // 64), 128, buffers, threadgroup_bytes=[8192])
-    expected = x.double() @ formats.get(name).dequantize(w, k).half().double().T
-    assert (y - expected).abs().max() <= 1e-5 * expected.abs().max()
+@pytest.mark.parametrize(
+    ("kernel", "m", "n", "k"),
+    [("qmv_fast", 2, 24, 1024), ("qmv", 2, 13, 384), ("qmm_t", 37, 45, 128)],
+)
+@pytest.mark.parametrize("name", AFFINE)
+def test_mlx_reads_what_we_pack(name: str, kernel: str, m: int, n: int, k: int) -> None:
+    f = formats.get(name)
+    assert isinstance(f, Affine)
+    w, x = exact_weights(f, n, k), integers(m, k, seed=1, dtype=f.dtype)
+    packed = f.quantize(w)
+    assert torch.equal(f.dequantize(packed, k), w)
+    y = torch.full((m, n), torch.nan, dtype=f.dtype)
+    arguments = f"{TYPES[f.dtype]}, {f.block_values}, {f.bits}"
+    kernels = ("qmv_fast", "qmv", "qmm_t")
+    instances = tuple(
+        f"affine_{kind}<{arguments}, {'false, ' * (kind == 'qmm_t')}false>" for kind in kernels
+    )
+    grid = (-(-n // 32), -(-m // 32)) if kernel == "qmm_t" else (m, -(-n // 8))
+    group = 128 if kernel == "qmm_t" else 64
+    buffers = [*f.unpack(packed, k), x, y, k, n, m]
+    mlx(instances).function(f"mlx_{kernels.index(kernel)}")(grid, group, buffers)
+    assert torch.equal(y, (x.double() @ w.double().T).to(f.dtype))
 
 
-def test_function_pointer_arguments_and_conversions() -> None:
-    w = formats.get("q8_0").quantize(torch.randn(2, 64, generator=torch.Generator().manual_seed(9)))
-    y = torch.empty(2, 64)
-    source("blocks").function("kernel_get_rows_q8_0")(1, 32, [w, y])
-    assert torch.equal(y, formats.get("q8_0").dequantize(w, 64).half().float())
+@pytest.mark.parametrize("axpby", [False, True])
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_mlx_gemv(dtype: torch.dtype, axpby: bool) -> None:
+    """Of one simdgroup for a row: those of several read partial sums behind a barrier without
+    mem_threadgroup, where the emulator reports a missing one."""
+    n, k, beta = 27, 150, -2.0
+    w, x, bias = (
+        integers(*shape, seed=i, dtype=dtype, high=1)
+        for i, shape in enumerate([(n, k), (k,), (n,)])
+    )
+    instances = tuple(f"gemv<{TYPES[dtype]}, 4, 1, 1, 32, 4, 4, 0, {flag}>" for flag in (0, 1))
+    y = torch.full((n,), torch.nan, dtype=dtype)
+    stride = bytes(8)
+    buffers = [w, x, bias, y, k, n, k, 3.0, beta, 1, 1, stride, stride, stride, 1]
+    gemv = mlx(instances, "gemv").function(f"mlx_{int(axpby)}")
+    gemv(-(-n // 16), 128, buffers)
+    product = w.double() @ x.double()
+    want = 3 * product + beta * bias.double() if axpby else product
+    assert torch.equal(y, want.to(dtype))
 
 
-@pytest.mark.parametrize("transposed", [False, True])
-def test_gemm_in_registers(transposed: bool) -> None:
-    m, n, k = 32, 24, 40
-    a, b = integers(m, k, seed=10, dtype=torch.half), integers(k, n, seed=11, dtype=torch.half)
-    c = torch.full((m, n), torch.nan)
-    constants = {0: m, 1: n, 2: k, 11: transposed}
-    gemm = source("registers").function("gemm_registers", constants)
-    gemm((n // 8, m // 16), 64, [a, b.T.contiguous() if transposed else b, c])
-    assert torch.equal(c, a.float() @ b.float())
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_mlx_attention(dtype: torch.dtype, causal: bool) -> None:
+    """Scores are equal or 128 apart, each key has a twin: weights are 0, 1 or halves."""
+    heads, kv_heads, rows, keys, size = 4, 2, 3, 46, 64
+    q = 128 * integers(heads, rows, size, seed=0, dtype=dtype)
+    k = integers(kv_heads, keys // 2, size, seed=1, dtype=dtype).repeat_interleave(2, 1)
+    v = integers(kv_heads, keys, size, seed=2, dtype=dtype)
+    y = torch.full_like(q, torch.nan)
+    strides = [struct.pack("Q", s) for s in (keys * size, size) * 2]
+    constants = {20: False, 21: False, 22: causal, 23: False, 24: False, 25: False}
+    source = mlx((f"sdpa_vector<{TYPES[dtype]}, {size}>",), "utils", "sdpa_vector")
+    buffers = [q, k, v, y, heads // kv_heads, keys, *strides, 1.0]
+    source.function("mlx_0", constants)((heads, rows), 1024, buffers)
+    mask = torch.ones(rows, keys).tril(keys - rows).bool() if causal else None
+    want = scaled_dot_product_attention(
+        *(t.double()[None] for t in (q, k, v)), attn_mask=mask, scale=1.0, enable_gqa=True
+    )
+    assert torch.equal(y, want[0].to(dtype))
 
 
-@pytest.mark.parametrize(("name", "dtype"), [("float", torch.float32), ("half", torch.float16)])
-def test_reduction_from_a_macro(name: str, dtype: torch.dtype) -> None:
-    x, y = integers(200, seed=12, dtype=dtype), torch.zeros(1, dtype=dtype)
-    source("registers").function(f"reduce_max_{name}")(1, 256, [struct.pack("Q", 200), x, y])
-    assert y.item() == x.max().item()
-
-
-def test_structs_in_device_memory() -> None:
-    a, b = (torch.view_as_complex(integers(32, 2, seed=s)) for s in (13, 14))
-    c = torch.zeros(32, dtype=torch.complex64)
-    source("registers").function("complex_mul")(1, 32, [a, b, c])
+def test_mlx_complex_numbers() -> None:
+    """A struct with members for every address space."""
+    a, b = (torch.view_as_complex(integers(33, 2, seed=s)) for s in (3, 4))
+    c = torch.zeros_like(a)
+    instance = ("binary_vv<complex64_t, complex64_t, Multiply>",)
+    mlx(instance, "utils", "binary_ops", "binary").function("mlx_0")(
+        2, 32, [a, b, c, 33], threads=33
+    )
     assert torch.equal(c, a * b)
+
+
+@functools.cache
+def packed() -> MetalSource:
+    file = Path(__file__).with_name("packed.metal")
+    return MetalSource(file.read_text(), name=file.name)
+
+
+@pytest.mark.parametrize(("m", "n"), [(8, 16), (13, 37)])
+@pytest.mark.parametrize("name", ["mv_q4_0", "mm_q4_0", "mm_f16"])
+def test_names_of_ggml(name: str, m: int, n: int) -> None:
+    product, format = name.split("_", 1)
+    k = 1088 if product == "mv" else 96
+    w = formats.get(format).quantize(integers(n, k, seed=5))
+    x, y = integers(m, k, seed=6), torch.full((m, n), torch.nan)
+    grid: Sequence[int] = (-(-n // 2), m) if product == "mv" else (-(-n // 16), -(-m // 8))
+    buffers = [struct.pack("4i", k, n, m, w.shape[1]), w, x, y]
+    packed().function(f"kernel_mul_{name}_f32")(grid, 32, buffers, threadgroup_bytes=[1536])
+    assert torch.equal(y, x @ formats.get(format).dequantize(w, k).T)

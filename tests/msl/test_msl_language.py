@@ -50,6 +50,30 @@ def test_matrices() -> None:
     assert results(text, 11, [m, c], threadgroup_bytes=[512]) == want
 
 
+def test_matrices_in_registers_of_the_text() -> None:
+    """By the compiler's own function, on vectors of which a lane fills the two values it has."""
+    text = """#pragma METAL internals : enable
+namespace metal { template <typename T> struct Held {
+  vec<T, 64> all;
+  METAL_FUNC thread vec<T, 2>& own() thread { return *reinterpret_cast<thread vec<T, 2>*>(&all); }
+}; }
+kernel void k(device float* y [[buffer(0)]], device const half2* a [[buffer(1)]],
+              device const float* b [[buffer(2)]], ushort lane [[thread_index_in_simdgroup]]) {
+  threadgroup float turned[8][9];
+  const ushort row = lane / 16 * 4 + lane / 2 % 4, column = lane / 8 % 2 * 4 + lane % 2 * 2;
+  for (ushort i = 0; i < 2; ++i) turned[column + i][row] = b[8 * row + column + i];
+  threadgroup_barrier(mem_flags::mem_threadgroup);
+  Held<half> left; Held<float> right, sum;
+  left.own() = a[(8 * row + column) / 2]; sum.own() = 1;
+  right.own() = float2(turned[row][column], turned[row][column + 1]);
+  sum.all = __metal_simdgroup_matrix_8x8_multiply_accumulate(left.all, right.all, sum.all,
+                                                             vec<float, 64>());
+  *(device float2*)(y + 8 * row + column) = sum.own();
+}"""
+    a, b = torch.arange(64.0).reshape(8, 8), torch.arange(64.0).reshape(8, 8) % 5
+    assert results(text, 64, [a.half(), b]) == (a @ b.T + 1).flatten().tolist()
+
+
 def test_constants_of_the_program() -> None:
     text = """constant float kTable[4] = {1, 2, 4, 8};
 constant constexpr uint kN = 3;
