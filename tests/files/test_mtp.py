@@ -18,7 +18,7 @@ from transformers.cache_utils import MtpCache
 from transformers.modeling_layers import MtpModel
 
 from torch_metalmm import PackedCache, QuantLinear, load_mtp, load_packed, quantize_, save_gguf
-from torch_metalmm.files.mtp import HEAD_FILE
+from torch_metalmm.files.heads import HEAD_FILE
 from torch_metalmm.hf.config import stored_config
 from torch_metalmm.tools import cli
 

@@ -9,7 +9,7 @@ add_mtp_weights.py), in mtp.safetensors (MTPLX) or optiq/mtp.safetensors, the la
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -22,19 +22,23 @@ from .mlx.shifted import SHIFTED, has_sums, text_name, unshifted
 from .source import Source
 from .untrusted import check_index
 
-# Names of a head's tensors behind its prefix, and those of a model of one layer or of MtpHead.
+HEAD_FILE = "mtp.safetensors"  # beside weights: no program takes it for a part of the model
+
+# Beginnings of names of a head's tensors behind its prefix, and those of a model of one layer or of
+# MtpHead; None: it is the model's. The first that fits counts, read either way.
 _MTP = {  # Qwen3-Next, Qwen3.5, EXAONE-MoE
-    r"layers\.0\.(.+)": r"model.layers.0.\1",
-    r"norm\.(.+)": r"model.norm.\1",
-    r"fc\.(.+)": r"eh_proj.\1",
-    r"pre_fc_norm_embedding\.(.+)": r"enorm.\1",
-    r"pre_fc_norm_hidden\.(.+)": r"hnorm.\1",
+    "layers.0.": "model.layers.0.",
+    "norm.": "model.norm.",
+    "fc.": "eh_proj.",
+    "pre_fc_norm_embedding.": "enorm.",
+    "pre_fc_norm_hidden.": "hnorm.",
 }
 _LAYER = {  # DeepSeek-V3 and GLM, behind their layers
-    r"(?:embed_tokens|shared_head\.head)\..+": "",  # the model's
-    r"shared_head\.norm\.(.+)": r"model.norm.\1",
-    r"(enorm|hnorm|eh_proj)\.(.+)": r"\1.\2",
-    r"(.+)": r"model.layers.0.\1",
+    "embed_tokens.": None,
+    "shared_head.head.": None,
+    "shared_head.norm.": "model.norm.",
+    **{f"{name}.": f"{name}." for name in OWN},
+    "": "model.layers.0.",
 }
 
 
@@ -45,18 +49,18 @@ def source_of_head(path: Path, model: Any) -> Source:
     ValueError: there is none, or it lacks one of OWN.
     """
     text, files = model.config.get_text_config(decoder=True), _files(path)
-    behind = rf"model\.layers\.{text.num_hidden_layers}\."
-    places = {r"(?:model\.)?mtp\.": _MTP, behind: _LAYER, "": _MTP}
-    given = [text_name(key) or "" for key in read_headers(files)]
-    prefix = next((p for p in places if any(re.match(p, name) for name in given)), "")
-    names = {re.compile(prefix + of): name for of, name in places[prefix].items()}
+    headers = read_headers(files)
+    behind = f"model.layers.{text.num_hidden_layers}."
+    places = {"mtp.": _MTP, "model.mtp.": _MTP, behind: _LAYER, "": _MTP}
+    given = [text_name(key) or "" for key in headers]
+    prefix = next(p for p in places if any(name.startswith(p) for name in (*given, "")))
 
     def renamed(key: str) -> str | None:
         name = text_name(key) or ""
-        return next((m.expand(n) for of, n in names.items() if (m := of.fullmatch(name))), None)
+        own = name.startswith(prefix)
+        return _renamed(name.removeprefix(prefix), places[prefix]) if own else None
 
     source = Source(path, files, model.config, renamed)
-    source.keys.pop("", None)
     if not any(name.startswith("model.layers.0.") for name in source.keys):
         raise ValueError(
             f"{path} has no head for later tokens: no mtp.layers.0.*, no "
@@ -67,6 +71,19 @@ def source_of_head(path: Path, model: Any) -> Source:
     if text.model_type in SHIFTED and has_sums(source):
         source.convert = unshifted
     return source
+
+
+def published_name(model: Any, name: str) -> str | None:
+    """The name of a head's tensor in checkpoints of such models, by that of a model of one layer or
+    of MtpHead: behind `mtp` where transformers leaves out what is called so, else in the layer
+    behind the last. None: the tensor is the model's."""
+    left_out = getattr(model, "_keys_to_ignore_on_load_unexpected", None) or []
+    if any(re.search(pattern, "mtp.") for pattern in left_out):
+        prefix, table = "mtp.", _MTP
+    else:
+        prefix, table = f"model.layers.{model.config.num_hidden_layers}.", _LAYER
+    found = _renamed(name, {ours: theirs for theirs, ours in table.items() if ours is not None})
+    return None if found is None else prefix + found
 
 
 def copy_head(source: Path, file: Path) -> None:
@@ -97,6 +114,14 @@ def of_heads(keys: Iterable[str]) -> set[str]:
     mark = "eh_proj.weight"
     layers = [n.removesuffix(mark) for n in names.values() if n.endswith(f".{mark}")]
     return {key for key, n in names.items() if n.startswith(("mtp.", "model.mtp.", *layers))}
+
+
+def _renamed(name: str, beginnings: Mapping[str, str | None]) -> str | None:
+    """The name with its beginning replaced; None: no beginning fits, or None is in its place."""
+    for old, new in beginnings.items():
+        if name.startswith(old):
+            return None if new is None else new + name.removeprefix(old)
+    return None
 
 
 def _of_heads(source: Path) -> dict[str, list[str]]:

@@ -29,8 +29,6 @@ from .mlx.layout import Quantization
 from .mlx.load import pop_quantization, put
 from .source import Source
 
-# Of a packed folder: transformers reads it no more than the tensors in it.
-HEAD_FILE = "mtp.safetensors"
 _LAYER = "block.model.layers.0."  # of an MtpHead
 
 

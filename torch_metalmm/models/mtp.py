@@ -54,6 +54,15 @@ class Given:
         self.rows = rows
 
 
+def check_own(head: object, model: Any) -> None:
+    """ValueError: the head is none of that model."""
+    own = isinstance(head, MtpHead) and (
+        head.block.get_input_embeddings() is model.get_input_embeddings()
+    )
+    if not own:
+        raise ValueError(f"head must be the model's own, of load_mtp, got {type(head).__name__}")
+
+
 class MtpHead(nn.Module):
     """block: a causal LM of one layer, by which fuse_, quantize_ and a PackedCache know it. The
     embedding and the output head are the model's own modules."""

@@ -85,7 +85,7 @@ def to_folder(source: Path, output: Path, force: bool, make: Callable[[], tuple[
     sentence-transformers has there, and the heads for later tokens that it has, as they are; a
     new folder is gone again if that fails."""
     from ..files.folder import is_packed, replaceable_weights
-    from ..files.mtp import HEAD_FILE
+    from ..files.heads import HEAD_FILE
     from ..files.owned import prepare_folder
     from ..files.processor import processor_files
     from ..hf.packed import save_beside
@@ -140,8 +140,7 @@ def _head_for_file(model: Any, source: Path, spec: Mapping[str, str | None]) -> 
 
 def _head_for_folder(source: Path, folder: Path) -> Path:
     from ..files.gguf.split import is_gguf
-    from ..files.heads import copy_head
-    from ..files.mtp import HEAD_FILE
+    from ..files.heads import HEAD_FILE, copy_head
     from ..files.quantized import is_quantized
 
     if is_gguf(source) or is_quantized(source):

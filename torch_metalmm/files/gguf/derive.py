@@ -198,6 +198,17 @@ def qwen35_layers(values: dict[str, Any], file: GgufFile) -> list[str]:
     return ["linear_attention" if recurrent else _FULL for recurrent in layers]
 
 
+def full_attention_interval(config: Any) -> int:
+    """What makes the layers that qwen35_layers reads. ValueError: nothing makes the config's."""
+    kinds = [kind == _FULL for kind in config.layer_types]
+    every = kinds.index(True) + 1 if True in kinds else len(kinds) + 1
+    if kinds != [(layer + 1) % every == 0 for layer in range(len(kinds))]:
+        raise ValueError(
+            f"model: layer_types {config.layer_types}; allowed: full attention at an interval"
+        )
+    return every
+
+
 def qwen35_rotation(values: dict[str, Any], file: GgufFile) -> dict[str, Any]:
     """One section for each axis, padded to four."""
     sections = [section for section in file.stated("rope.dimension_sections") if section]

@@ -15,7 +15,7 @@ from ...extras import HF, require
 from ...formats import DTYPES
 from ...models.attach import is_transformers_model, quantized_by_another
 from ...models.experts import homes
-from ...models.mtp import MtpHead
+from ...models.mtp import MtpHead, check_own
 from ...models.replace import dense_weight, is_conv1d, weight_shape
 from ...models.shard.apply import refuse_sharded
 from ...models.skeleton import empty_like, parameters_to_save
@@ -71,8 +71,8 @@ def save_gguf(
     refuse_sharded(model, "save_gguf")
     if not is_transformers_model(model) or quantized_by_another(model):
         raise ValueError(f"model must be a transformers model, got {type(model).__name__}")
-    if head is not None and not (isinstance(head, MtpHead) and _is_of(head, model)):
-        raise ValueError(f"head must be the model's own, of load_mtp, got {type(head).__name__}")
+    if head is not None:
+        check_own(head, model)
     target = check_target(path, replace, "replace=True")
     architecture, row, values = metadata(model.config)
     if model.get_output_embeddings() is None:
@@ -105,10 +105,6 @@ def has_nextn(config: Any) -> bool:
     architecture = metadata(config)[0]
     arch = next(arch for arch, name in MODEL_ARCH_NAMES.items() if name == architecture)
     return MODEL_TENSOR.NEXTN_EH_PROJ in MODEL_TENSORS[arch]
-
-
-def _is_of(head: MtpHead, model: Any) -> bool:
-    return head.block.get_input_embeddings() is model.get_input_embeddings()
 
 
 def check_target(path: str | os.PathLike[str], replace: bool, option: str) -> Path:

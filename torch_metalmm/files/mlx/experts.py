@@ -34,7 +34,9 @@ _BLOCKS = {
     "mixtral": "block_sparse_moe",
     "olmoe": "mlp",
     "qwen2_moe": "mlp",
+    "qwen3_5_moe_text": "mlp",
     "qwen3_moe": "mlp",
+    "qwen3_next": "mlp",
 }
 
 

@@ -15,7 +15,8 @@ from ...formats._planes import Planes
 from ...nn.sharded import Shard
 
 # Where mlx-lm has other names: model_type -> (its prefix, transformers')
-PREFIXES = {"gpt2": ("model.", "transformer.")}
+NESTED = {"qwen3_5_text": "qwen3_5", "qwen3_5_moe_text": "qwen3_5_moe"}  # the text of what sees
+PREFIXES = {"gpt2": ("model.", "transformer.")} | dict.fromkeys(NESTED, ("language_model.", ""))
 
 # mode -> group_size, bits; of all but affine the only ones, and the name of the format
 _DEFAULTS = {"affine": (64, 4), "mxfp4": (32, 4), "mxfp8": (32, 8), "nvfp4": (16, 4)}

@@ -47,6 +47,13 @@ def unshifted(name: str, tensor: Tensor) -> Tensor:
     return tensor.float() - 1 if NORM.search(name) else tensor
 
 
+def shifted(name: str, tensor: Tensor) -> Tensor:
+    """The inverse, in the tensor's dtype, as mlx-lm's converter makes it."""
+    if name.endswith("conv1d.weight"):
+        return tensor.transpose(1, 2)
+    return tensor + 1 if NORM.search(name) else tensor
+
+
 def text_name(key: str) -> str | None:
     """The name in a model of text alone; None: the tensor is of a tower that sees."""
     if key.startswith(("vision_tower.", "model.visual.", "visual.")):
