@@ -26,14 +26,14 @@ HEAD_FILE = "mtp.safetensors"  # beside weights: no program takes it for a part 
 
 # Beginnings of names of a head's tensors behind its prefix, and those of a model of one layer or of
 # MtpHead; None: it is the model's. The first that fits counts, read either way.
-_MTP = {  # Qwen3-Next, Qwen3.5, EXAONE-MoE
+_MTP: dict[str, str | None] = {  # Qwen3-Next, Qwen3.5, EXAONE-MoE
     "layers.0.": "model.layers.0.",
     "norm.": "model.norm.",
     "fc.": "eh_proj.",
     "pre_fc_norm_embedding.": "enorm.",
     "pre_fc_norm_hidden.": "hnorm.",
 }
-_LAYER = {  # DeepSeek-V3 and GLM, behind their layers
+_LAYER: dict[str, str | None] = {  # DeepSeek-V3 and GLM, behind their layers
     "embed_tokens.": None,
     "shared_head.head.": None,
     "shared_head.norm.": "model.norm.",

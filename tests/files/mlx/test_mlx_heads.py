@@ -17,6 +17,7 @@ from layer_models import ids
 from mlx_files import from_mlx, logits_of_mlx_lm, quantize_by_mlx_lm
 from mtp_models import FAMILIES, folder_with_head, trunk
 from safetensors.torch import load_file, save_file
+from spoiled_folders import refused, tensor
 from torch import Tensor, nn
 
 from torch_metalmm import (
@@ -121,6 +122,7 @@ KEPT: dict[str, tuple[str, str, str, bool, str | None]] = {
     "MTPLX, later": ("qwen3_next", "mtp.safetensors", "mtp.", True, None),
     "mlx-vlm": ("qwen3_5_text", "../head/model.safetensors", "", True, "affine"),
     "GLM": ("glm4_moe", "model-2.safetensors", "mtp.", False, "affine"),
+    "DeepSeek": ("deepseek_v3", "model-2.safetensors", "mtp.", False, "affine"),
 }
 FORMATS = {"affine": "affine4_g32_f32", "mxfp4": "mxfp4"}
 
@@ -157,7 +159,7 @@ def test_heads(who: str, tmp_path: Path) -> None:
     drafted = model.generate(prompt, **given, custom_generate=decode, draft=got, pace=pace)
     given[cache_of_generate()] = PackedCache(model.config, "f32")
     assert torch.equal(drafted, model.generate(prompt, **given)) and pace.drafted > 15
-    for missing in ("self_attn.k_proj.weight", "fc.weight" if prefix != "mtp." else "norm.weight"):
+    for missing in ("self_attn.o_proj.weight", "fc.weight" if prefix != "mtp." else "norm.weight"):
         found = next(n for n in sorted(head) if n.endswith(missing))
         save_file({n: t for n, t in head.items() if n != found}, folder / file)
         named = "eh_proj.weight" if "fc." in missing else missing.rpartition(".")[0]
@@ -202,7 +204,7 @@ def test_quantize_packs_the_head_again_for_a_file(
 
 
 @pytest.mark.parametrize("format", [None, "affine4_g32_f32", "mxfp4"])
-@pytest.mark.parametrize("family", ["qwen3_5_text", "qwen3_next", "glm4_moe"])
+@pytest.mark.parametrize("family", FAMILIES)
 def test_a_model_is_saved_with_its_head(family: str, format: str | None, tmp_path: Path) -> None:
     """By the published names, and the head's bits, whatever mlx-lm makes of the model's norms."""
     model, tokens, out = model_of(family), ids(2, 12), tmp_path / "out"
@@ -211,7 +213,9 @@ def test_a_model_is_saved_with_its_head(family: str, format: str | None, tmp_pat
         quantize_(model, format, progress=False)
     head = load_mtp(model, published)
     save_mlx(model, None, out, head=head)
-    ours = re.compile(r"experts|switch_mlp|embed_tokens|shared_head\.head|\.(scales|biases)$")
+    ours = re.compile(
+        r"experts|switch_mlp|embed_(q|tokens)|unembed|kv_b|shared_head\.head|\.(scales|biases)$"
+    )
     given = of_heads(load_file(published / "model.safetensors"))
     written = load_file(out / HEAD_FILE)
     assert {n for n in written if not ours.search(n)} == {n for n in given if not ours.search(n)}
@@ -222,6 +226,18 @@ def test_a_model_is_saved_with_its_head(family: str, format: str | None, tmp_pat
     assert not (out / HEAD_FILE).exists()
     with pytest.raises(ValueError, match="head must be the model's own, of load_mtp, got MtpHead"):
         save_mlx(again, None, out, head=head)
+
+
+@pytest.mark.parametrize(
+    ("leaf", "change", "message"),
+    [
+        ("unembed_out.weight", None, "has no tensor for model.layers.1.self_attn.unembed_out"),
+        ("embed_q.weight", lambda t: t[:-1], "embed_q.weight is .*, the model has 4 heads of 32"),
+    ],
+)
+def test_damaged_latents(leaf: str, change: Any, message: str, tmp_path: Path) -> None:
+    save_mlx(quantize_(trunk("deepseek_v3"), "affine4_g32", progress=False), None, tmp_path)
+    refused(load_mlx, tmp_path, tensor(f"model.layers.1.self_attn.{leaf}", change), message)
 
 
 def test_full_attention_at_no_interval(tmp_path: Path) -> None:
@@ -251,7 +267,8 @@ def same(packed: nn.Module, dense: nn.Module, format: str | None, rounds: bool =
             decoded[f"{name}.down_proj"] = stacks.pop("down_proj")
             decoded[f"{name}.gate_up_proj"] = torch.cat([stacks[n] for n in sorted(stacks)], 1)
         elif isinstance(module, QuantLinear):
-            formats.add(module.format)
+            if not name.endswith("kv_b_proj"):  # which mlx-lm splits, and a load decodes
+                formats.add(module.format)
             decoded[f"{name}.weight"] = module.dequantize()
     state = packed.state_dict() | decoded
     for name, value in dense.state_dict().items():

@@ -60,6 +60,7 @@ def _random(model: Any, seed: int) -> Any:
 def trunk(family: str, **options: Any) -> Any:
     """The model, dense, in f32, the same at each call."""
     config = AutoConfig.for_model(family, **(SIZES | _LONGER | FAMILIES.get(family, {}) | options))
+    torch.manual_seed(0)
     return _random(AutoModelForCausalLM.from_config(config, dtype=torch.float32), 0)
 
 

@@ -28,8 +28,10 @@ _STACK = re.compile(
 _MODULES = {"dots1": "experts", "gpt_oss": "experts"}
 # model_type: mlx-lm's name of the block that transformers calls mlp
 _BLOCKS = {
+    "deepseek_v3": "mlp",
     "dots1": "mlp",
     "glm4_moe": "mlp",
+    "glm4_moe_lite": "mlp",
     "gpt_oss": "mlp",
     "mixtral": "block_sparse_moe",
     "olmoe": "mlp",
@@ -83,7 +85,7 @@ def put_experts(
         if name not in names:
             continue  # dense, as transformers has it
         for stack, part in home.stacks.items():
-            format, rows = _rows(source, quantization, f"{name}.{stack}", part.shape)
+            format, rows = rows_of(source, quantization, f"{name}.{stack}", part.shape)
             part.put(model, [f"{name}.{stack}"], place(rows, device), format)
         for bias in [n for n, _ in home.made.named_parameters() if n.endswith("_bias")]:
             _put_bias(source, name, home.made, bias, device)
@@ -91,21 +93,25 @@ def put_experts(
     return done
 
 
-def _rows(
+def rows_of(
     source: Source,
     quantization: Quantization | None,
     name: str,
     shape: tuple[int, int, int],
+    each: str = "experts",
 ) -> tuple[str, Tensor]:
-    """(format, uint8 [E rows, row_bytes]) of a stack."""
+    """(format, uint8 [E rows, row_bytes]) of a stack [E, rows, K], which leaves source.keys.
+
+    each: what has a matrix of the stack. ValueError as put_experts.
+    """
     e, rows, k = shape
     if f"{name}.weight" not in source.keys:
-        raise ValueError(f"{source.path} has no tensor for {name}, of {e} experts")
+        raise ValueError(f"{source.path} has no tensor for {name}, of {e} {each}")
     key = source.keys[f"{name}.weight"].removesuffix(".weight")
     codes = source.take(f"{name}.weight")
     if codes.dim() != 3 or codes.shape[:2] != (e, rows):
         raise ValueError(
-            f"{source.path}: {key}.weight is {list(codes.shape)}, the model has {e} experts of "
+            f"{source.path}: {key}.weight is {list(codes.shape)}, the model has {e} {each} of "
             f"{rows} rows"
         )
     if f"{name}.scales" not in source.keys:
@@ -123,7 +129,7 @@ def _rows(
     assert quantization is not None and planes[1] is not None
     with blaming(source.path, key):
         if any(p is not None and (p.dim() != 3 or p.shape[:2] != (e, rows)) for p in planes):
-            raise ValueError(f"scales and biases are not those of {e} experts of {rows} rows")
+            raise ValueError(f"scales and biases are not those of {e} {each} of {rows} rows")
         scales, biases = (None if p is None else p.flatten(0, 1) for p in planes[1:])
         assert scales is not None
         format = quantization.of(key, codes.flatten(0, 1), scales, k).format(scales.dtype)

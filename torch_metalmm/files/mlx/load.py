@@ -27,6 +27,7 @@ from ..heads import of_heads
 from ..source import Source
 from ..untrusted import config_of
 from .experts import put_experts, rename
+from .latent import put_latents
 from .layout import PREFIXES, Quantization, check_planes, pack, part_of_planes
 from .shifted import SHIFTED, is_shifted, text_name, unshifted
 
@@ -50,10 +51,11 @@ def load_mlx(
     Quantized layers become QuantLinear and QuantEmbedding with the same values, bit for bit: affine
     with 2 to 8 bits, groups of 32, 64, 128 and scales of any float dtype, mxfp4, mxfp8 and nvfp4
     (the last two where K is a multiple of 64). Experts become QuantExperts. A layer whose weight
-    transformers multiplies by itself, as routers do, is decoded. dtype is that of activations and
-    unpacked weights, by default that of the checkpoint's unpacked tensors. Every model*.safetensors
-    of the folder is read; its index is not, since it is often that of the model before
-    quantization. The model is frozen and in eval mode.
+    transformers multiplies by itself, as routers do, is decoded, and so are the two stacks of
+    DeepSeek-V3's latent, one matrix in the model. dtype is that of activations and unpacked
+    weights, by default that of the checkpoint's unpacked tensors. Every model*.safetensors of the
+    folder is read; its index is not, since it is often that of the model before quantization. The
+    model is frozen and in eval mode.
     With a mesh, this rank loads and reads its part of the model, as shard_(model, mesh, plan).
 
     OSError: a file is missing. ValueError: not such a checkpoint, a mode or size without a format
@@ -98,6 +100,7 @@ def put(
     owners = {name.removesuffix(".scales") for name in source.keys if name.endswith(".scales")}
     _check_layers(source, owners, quantization)
     experts = put_experts(model, source, quantization, device)
+    latents = put_latents(model, source, quantization, device)
     owners = {name for name in owners if f"{name}.scales" in source.keys}
     leaves = ("weight", "scales", "biases")
     packed = {o: [n for n in (f"{o}.{e}" for e in leaves) if n in source.keys] for o in owners}
@@ -105,7 +108,7 @@ def put(
         _put_empty(model, source, quantization, owners)
         shard_(model, mesh, plan)
     rows = partial(_packed, source, quantization)
-    fill(model, source, packed, rows, device, {*experts, *done})
+    fill(model, source, packed, rows, device, {*experts, *latents, *done})
 
 
 def _renamed(config: Any, keys: Collection[str]) -> Callable[[str], str | None]:

@@ -25,6 +25,7 @@ from ..heads import HEAD_FILE, published_name
 from ..owned import CONFIG, INDEX, mlx_weights, obsolete_tokenizer, prepare_folder
 from ..staging import staged
 from .experts import of_block, stored_experts
+from .latent import MATRIX, SPLIT, split
 from .layout import NESTED, PREFIXES, Packing, config_entry, packing_of, unpack
 from .load import pop_quantization
 from .shifted import SHIFTED, shifted, text_name
@@ -40,9 +41,10 @@ def save_mlx(
     head: the model's own for later tokens, of load_mtp, by the names of published checkpoints and
     in mtp.safetensors, which load_mtp reads and mlx-lm does not.
     Layers in affine formats, mxfp4, mxfp8 and nvfp4 keep their bits; dense ones are written in
-    their dtype, and where mlx-lm adds 1 to norms (Qwen3-Next, Qwen3.5) the sums are rounded to it;
-    those of a head are written without. A save that fails or is killed leaves what was there, as
-    save_packed does.
+    their dtype. In the model's dtype are, rounded: the packed matrix of DeepSeek-V3's latent, as
+    the two stacks that mlx-lm makes of it, and norms of Qwen3-Next and Qwen3.5, to which mlx-lm
+    adds 1; those of a head are as the head has them. A save that fails or is killed leaves what was
+    there, as save_packed does.
     ValueError: a layer has a format that MLX has not, or gathers its input; experts of
     a type of model whose names mlx-lm has are not known; no transformers model; the head is of
     another; layers of full attention not at an interval, which is all that mlx-lm knows of.
@@ -64,7 +66,7 @@ def save_mlx(
     weights = _replaceable(target) or set()
 
     def obsolete(names: set[str]) -> set[str]:
-        old = weights | {HEAD_FILE}
+        old = weights | {n for n in (HEAD_FILE,) if (target / n).is_file()}
         return old if tokenizer is None else old | obsolete_tokenizer(target)
 
     with staged(target, obsolete) as staging:
@@ -110,8 +112,12 @@ def _mlx_tensors(
         block = next((b for b in blocks if owner.startswith(f"{b}.")), None)
         key = owner if block is None else blocks[block] + owner.removeprefix(block)
         key = mlx + key.removeprefix(ours) if key.startswith(ours) else key
-        parts = _parts(owner, leaf, module, convert(name, value))
-        if "scales" in parts:
+        if kind in SPLIT and owner.endswith(MATRIX) and isinstance(module, QuantLinear):
+            place, matrix = owner.rpartition(".")[0], module.dequantize().to(model.dtype)
+            parts, key = split(model.get_submodule(place), matrix), key.rpartition(".")[0]
+        else:
+            parts = _parts(owner, leaf, module, convert(name, value))
+        if isinstance(module, QuantLinear | QuantEmbedding) and "scales" in parts:
             layers[key] = packing_of(module.format)
         tensors.update({f"{key}.{part}": t.contiguous().cpu() for part, t in parts.items()})
     return tensors, layers
