@@ -326,7 +326,7 @@ def map_and_model(file: GgufFile) -> tuple[Any, Any]:
 
     config, row, values = model_config(file)
     model = empty_model(config, torch.float32)
-    return tensor_map(file, model, row, values), model
+    return tensor_map(file.architecture, model, row, values), model
 
 
 def _tensor_shapes(path: Path, architecture: str) -> Iterator[tuple[str, tuple[int, ...]]]:

@@ -118,6 +118,9 @@ def test_missing_biases_are_zero_and_missing_weights_an_error(tmp_path: Path) ->
 
 
 class _FakeMap(TensorMap):
+    def names(self) -> dict[str, str]:
+        return {}
+
     def __init__(self, change: Any) -> None:
         super().__init__()
         self.change = change

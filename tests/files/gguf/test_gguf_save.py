@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -14,10 +15,19 @@ from converted_models import Tensors, write_record
 from converted_models import random_model as random_hf
 from gguf import GGMLQuantizationType, GGUFReader
 from gguf_files import ARCHITECTURES, fields_of, load_quietly, random_model
+from mtp_models import FAMILIES, trunk
 
-from torch_metalmm import load_gguf, quantize_, save_gguf
+from torch_metalmm import (
+    QuantEmbedding,
+    QuantExperts,
+    QuantLinear,
+    load_gguf,
+    quantize_,
+    save_gguf,
+)
 from torch_metalmm.files.gguf.file import GgufFile
 from torch_metalmm.files.gguf.load import model_of, open_gguf
+from torch_metalmm.nn.packed import quantize_weight
 from torch_metalmm.tools.cli import main
 from torch_metalmm.tools.generate import demo_model
 
@@ -54,7 +64,11 @@ def check_same_model(made: Path, source: Any, tokenizer: Any) -> None:
 
 
 @pytest.mark.parametrize(
-    ("architecture", "tied"), [("llama", True), ("llama", False), ("gemma2", True), ("lfm2", True)]
+    ("architecture", "tied"),
+    [
+        *(("llama", True), ("llama", False), ("gemma2", True), ("lfm2", True)),
+        *(("qwen35", False), ("qwen35moe", True)),
+    ],
 )
 def test_a_saved_file_is_the_one_that_was_read(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, architecture: str, tied: bool
@@ -69,6 +83,63 @@ def test_a_saved_file_is_the_one_that_was_read(
     check_same_file(tmp_path / "b.gguf", path)
     check_same_model(tmp_path / "b.gguf", model, tokenizer)
     assert sorted(p.name for p in tmp_path.iterdir()) == ["a.gguf", "b.gguf"]
+
+
+@pytest.mark.parametrize("format", [None, "q8_0", "q4_0"])
+@pytest.mark.parametrize("family", ["qwen3_5_text", "qwen3_5_moe_text"])
+def test_heads_of_values_take_the_order_of_files(
+    family: str, format: str | None, tmp_path: Path
+) -> None:
+    """Also as columns, in whole blocks, of a layer that was packed in the model's order."""
+    model = family_of(family)
+    if format is not None:
+        quantize_(model, format, progress=False)
+    save_gguf(model, None, tmp_path / "a.gguf")
+    read, _ = model_of(open_gguf(tmp_path / "a.gguf"), "cpu", torch.float32)
+    assert read.model.layers[0].linear_attn.out_proj.input_order is not None
+    wanted, found = decoded(model), decoded(read)
+    assert wanted.keys() == found.keys()
+    for name, value in found.items():
+        # Files have norms and 1, and exp of A_log: two roundings.
+        most = 2.0**-23 * (1 + wanted[name].abs()) * name.endswith(("A_log", "norm.weight"))
+        assert bool(((value - wanted[name]).abs() <= most).all()), name
+    ids = torch.arange(3, 22)[None]
+    dense = family_of(family)
+    dense.config._experts_implementation = "eager"  # in float64, too
+    error = (dense(ids).logits - copy.deepcopy(dense).double()(ids).logits).abs().max()
+    assert (read(ids).logits - model(ids).logits).abs().max() <= 8 * error
+
+
+def family_of(kind: str, **options: Any) -> Any:
+    """The same at each call."""
+    sizes = {"linear_num_value_heads": 4, "linear_num_key_heads": 2, "linear_value_head_dim": 32}
+    own = FAMILIES["qwen3_next"] if kind == "qwen3_5_moe_text" else {}
+    return trunk(kind, **(own | sizes | options))
+
+
+def decoded(model: Any) -> dict[str, torch.Tensor]:
+    """The dense values by the names of a model whose packed layers are dense."""
+    state = {n: t for n, t in model.state_dict().items() if t.is_floating_point()}
+    for name, module in model.named_modules():
+        if isinstance(module, QuantExperts):
+            parts = {leaf: module.dequantize(leaf) for leaf in module.formats}
+            if "gate_proj" in parts:
+                parts["gate_up_proj"] = torch.cat([parts.pop("gate_proj"), parts.pop("up_proj")], 1)
+            state |= {f"{name}.{leaf}": value for leaf, value in parts.items()}
+        elif isinstance(module, QuantLinear | QuantEmbedding):
+            state[f"{name}.weight"] = module.dequantize()
+    return {n: t.detach().float() for n, t in state.items()}
+
+
+def test_blocks_that_an_order_parts_are_packed_again(tmp_path: Path) -> None:
+    model = family_of("qwen3_5_text", linear_value_head_dim=64)
+    quantize_(model, {"*.out_proj": "q4_k"}, progress=False)
+    with pytest.warns(UserWarning, match=r"out_proj.weight: .* parts the blocks of q4_k: written"):
+        save_gguf(model, None, tmp_path / "a.gguf")
+    read, _ = model_of(open_gguf(tmp_path / "a.gguf"), "cpu", torch.float32)
+    found, given = (m.model.layers[0].linear_attn.out_proj for m in (read, model))
+    again = quantize_weight(given.dequantize()[:, found.input_order], "q8_0")
+    assert found.format == "q8_0" and torch.equal(found.weight, again)
 
 
 @pytest.mark.parametrize(("multiplier", "width"), [(1.0, 64), (1.5, 96)])
@@ -199,7 +270,7 @@ def test_what_gguf_has_no_place_for(tmp_path: Path, tiny: tuple[Any, Any]) -> No
     refuses("no key of GGUF says query_pre_attn_scalar = 256, not 64", narrow)
     random_model(tmp_path / "tiny.gguf", "llama")
     gathers, _, _ = load_quietly(tmp_path / "tiny.gguf")
-    gathers.model.layers[0].mlp.down_proj.input_order = torch.arange(512)
+    gathers.model.layers[0].mlp.down_proj.input_order = torch.arange(512).flip(0)
     refuses("down_proj.weight: its layer gathers its input", gathers)
 
 

@@ -14,6 +14,7 @@ from . import derive
 from .derive import ROPE_DIVISORS
 from .file import GgufFile
 from .latent import latent_config, latent_metadata
+from .map import arch_of
 from .routing import check_routing
 from .rows import (
     ARCHITECTURES,
@@ -53,7 +54,8 @@ _NEEDED = (
     *(*SIZES, *GRANITE, RMS, LAYER, *WINDOW, "logit_scale"),
     *(_EXPERTS, "expert_used_count"),
 )
-_BOOLS = ("expert_weights_norm", "rope.scaling.finetuned")
+_BOOLS = ("expert_weights_norm", "rope.scaling.finetuned", "attention.recurrent_layers")
+_LISTS = (_KV_HEADS, "attention.recurrent_layers", "rope.dimension_sections")
 
 
 def model_config(file: GgufFile) -> tuple[Any, Architecture, dict[str, Any]]:
@@ -245,7 +247,7 @@ def metadata(config: Any) -> tuple[str, Architecture, dict[str, Any]]:
 
 def _typed(key: str, value: Any) -> float | int | str | bool | list[Any]:
     """The value as Python's counterpart of its key's type. ValueError: it cannot be one."""
-    if key == _KV_HEADS and isinstance(value, list):  # of each layer
+    if isinstance(value, list) and key in _LISTS:
         return [_typed(key, each) for each in value]
     if isinstance(value, str):  # rope.scaling.type
         return value
@@ -265,13 +267,12 @@ def llama3_divisors(config: Any, architecture: str) -> Tensor | None:
 
     ValueError: llama.cpp does not read them in files of the architecture.
     """
-    from gguf import MODEL_ARCH_NAMES, MODEL_TENSOR, MODEL_TENSORS
+    from gguf import MODEL_TENSOR, MODEL_TENSORS
 
     rope = config.rope_parameters
     if rope.get("rope_type") != "llama3":
         return None
-    arch = next(a for a, name in MODEL_ARCH_NAMES.items() if name == architecture)
-    if MODEL_TENSOR.ROPE_FREQS not in MODEL_TENSORS[arch]:
+    if MODEL_TENSOR.ROPE_FREQS not in MODEL_TENSORS[arch_of(architecture)]:
         raise ValueError(
             f"model: GGUF files of {architecture} models have no tensor for rope_type = 'llama3'"
         )

@@ -198,15 +198,23 @@ def qwen35_layers(values: dict[str, Any], file: GgufFile) -> list[str]:
     return ["linear_attention" if recurrent else _FULL for recurrent in layers]
 
 
-def full_attention_interval(config: Any) -> int:
-    """What makes the layers that qwen35_layers reads. ValueError: nothing makes the config's."""
-    kinds = [kind == _FULL for kind in config.layer_types]
-    every = kinds.index(True) + 1 if True in kinds else len(kinds) + 1
-    if kinds != [(layer + 1) % every == 0 for layer in range(len(kinds))]:
-        raise ValueError(
-            f"model: layer_types {config.layer_types}; allowed: full attention at an interval"
-        )
-    return every
+def qwen35_recurrent(config: Any) -> list[bool]:
+    """What qwen35_layers reads."""
+    return [kind != _FULL for kind in config.layer_types]
+
+
+def full_attention_interval(config: Any) -> int | None:
+    """The same as one number; None: no number makes the config's layers."""
+    recurrent = qwen35_recurrent(config)
+    every = (recurrent.index(False) if False in recurrent else len(recurrent)) + 1
+    made = [(layer + 1) % every != 0 for layer in range(len(recurrent))]
+    return every if made == recurrent else None
+
+
+def qwen35_sections(config: Any) -> dict[str, Any]:
+    """rope_parameters with what the model takes where they have none."""
+    own = {"mrope_section": [11, 11, 10], "mrope_interleaved": True}
+    return own | config.rope_parameters
 
 
 def qwen35_rotation(values: dict[str, Any], file: GgufFile) -> dict[str, Any]:

@@ -37,12 +37,21 @@ class TensorMap(ABC):
         self._open: dict[str, Any] = {}  # model tensors that wait for another of the file
 
     @abstractmethod
+    def names(self) -> dict[str, str]:
+        """{name in the model: name in the file}, which may have names of neither."""
+
+    @abstractmethod
     def target(self, name: str) -> str | None:
         """The model's name for the tensor; None if the model has no place for it."""
 
     @abstractmethod
     def convert(self, name: str, value: np.ndarray) -> dict[str, Tensor]:
         """The model tensors that are complete once this one is given: {model name: tensor}."""
+
+    def restored(self, name: str, value: Tensor) -> Tensor | None:
+        """What the file has for a vector of the model; None: no more is known of the vector than
+        convert() shows."""
+        return None
 
     def sources(self, target: str) -> list[str]:
         """The tensors whose rows the target has one after the other; none if it is not such."""
@@ -65,7 +74,8 @@ class TensorMap(ABC):
     def layout(self, name: str, shape: tuple[int, int]) -> Layout | None:
         """How the model has a 2-D tensor [N, K] of the file.
 
-        None if it is more than an order of rows or of columns, or has other values.
+        None if it is more than an order of rows or of columns, or has other values. The model may
+        have it as [N, 1, K].
         """
         key = (_any_layer(name), shape)
         if key not in self._layouts:
@@ -111,6 +121,8 @@ class TensorMap(ABC):
                 return None
             out = next(iter(made.values())).numpy()
             out = out.T if transposed else out
+            if out.ndim == 3 and out.shape[1] == 1:  # taps of each channel
+                out = out[:, 0]
             if out.dtype != np.int8 or out.shape != shape:
                 return None
             first = out[:, :1] if index.shape[1] == 1 else out[:1]
@@ -130,6 +142,18 @@ class TensorMap(ABC):
     def _forget(self) -> None:
         """Drop the tensors that wait for another."""
         self._open.clear()
+
+
+def negated_exp(value: np.ndarray, name: str) -> np.ndarray:
+    """The f32 of which log(-x) is that f32. ValueError: -exp(value) is not finite, or 0."""
+    with np.errstate(over="ignore"):
+        found = np.exp(value)
+    if (bad := value[~(np.isfinite(found) & (found > 0))]).size:
+        raise ValueError(f"{name}: exp({bad[0]}) is not a positive f32")
+    for end in (0, np.inf):  # rounded twice, log(exp(value)) may be a neighbour of value
+        other = np.nextafter(found, np.float32(end))
+        found = np.where((np.log(found) != value) & (np.log(other) == value), other, found)
+    return -found
 
 
 def _any_layer(name: str) -> str:

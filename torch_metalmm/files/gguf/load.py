@@ -104,7 +104,7 @@ def _loaded(
         config, row, values = model_config(file)
     with blaming(file.path, "no model fits its metadata"):
         model = meta_model(config, dtype)
-        mapping = tensor_map(file, model, row, values)
+        mapping = tensor_map(file.architecture, model, row, values)
     experts = experts_of(file, model)
     _check_shapes(file, model, mapping, experts)
     _check_buffers(file, model)

@@ -14,18 +14,26 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from .file import GgufFile
 from .layout import TensorMap
 from .rows import STORED_AS, Architecture, all_rows
 
 
-def tensor_map(file: GgufFile, model: Any, row: Architecture, values: dict[str, Any]) -> TensorMap:
-    """The map for the file's architecture; transformers has an old and a new kind."""
+def tensor_map(
+    architecture: str, model: Any, row: Architecture, values: dict[str, Any]
+) -> TensorMap:
+    """The map for files of the architecture; transformers has an old and a new kind."""
     from transformers.integrations.gguf.gguf_conversion_mapping import GGUF_ARCHS
 
-    if file.architecture in GGUF_ARCHS:
-        return _ConversionMap(GGUF_ARCHS[file.architecture](model.config))
-    return ProcessorMap(file.architecture, model, values, row)
+    if architecture in GGUF_ARCHS:
+        return _ConversionMap(architecture, model, GGUF_ARCHS[architecture](model.config))
+    return _ProcessorMap(architecture, model, values, row)
+
+
+def arch_of(architecture: str) -> Any:
+    """gguf's number of an architecture that it knows."""
+    from gguf import MODEL_ARCH_NAMES
+
+    return next(arch for arch, name in MODEL_ARCH_NAMES.items() if name == architecture)
 
 
 def gguf_names(model: Any, layers: Iterable[str]) -> dict[str, str]:
@@ -75,7 +83,7 @@ def layer_of(name: str) -> int | None:
     return None if found is None else int(found[1])
 
 
-class ProcessorMap(TensorMap):
+class _ProcessorMap(TensorMap):
     """The architectures of modeling_gguf_pytorch_utils: a name table and a TensorProcessor."""
 
     def __init__(
@@ -92,6 +100,7 @@ class ProcessorMap(TensorMap):
         self._names = theirs.get_gguf_hf_weights_map(
             _Shallow(model), self._processor, model_type=own
         )
+        self._own = set(row.names.values())
         targets = list(model.state_dict())
         for leaf, end in row.leaves:
             for target in (t for t in targets if t.endswith(end)):
@@ -108,8 +117,16 @@ class ProcessorMap(TensorMap):
         self._given: set[str] = set()
 
     def names(self) -> dict[str, str]:
-        """{name in the file: name in the model}."""
-        return {name: target for name, target in self._names.items() if isinstance(target, str)}
+        found: dict[str, str] = {}
+        for name, target in self._names.items():
+            if isinstance(target, str) and name.split(".", 2)[-1] in self._own:
+                found[target] = name
+            elif isinstance(target, str):
+                # Tables of transformers have names of parameters without their kind; of two
+                # layouts gguf's own name is that of one.
+                full = name if name.endswith((".weight", ".bias")) else f"{name}.weight"
+                found.setdefault(target, full)
+        return found
 
     def target(self, name: str) -> str | None:
         # Stacked experts are listed without ".weight".
@@ -146,8 +163,6 @@ class ProcessorMap(TensorMap):
         return {} if target is None else {target: torch.from_numpy(made)}
 
     def restored(self, name: str, value: Tensor) -> Tensor | None:
-        """What the file has for a vector of the model; None: its processor knows no more of it
-        than convert() shows."""
         restored = getattr(self._processor, "restored", None)
         found = None if restored is None else restored(value.numpy(), name)
         return None if found is None else torch.from_numpy(found)
@@ -160,12 +175,24 @@ class ProcessorMap(TensorMap):
 class _ConversionMap(TensorMap):
     """The architectures of integrations/gguf: renamings, then at most one converter."""
 
-    def __init__(self, mapping: list[Any]) -> None:
+    def __init__(self, architecture: str, model: Any, mapping: list[Any]) -> None:
         from transformers.core_model_loading import WeightConverter, WeightRenaming
 
         super().__init__()
+        self._architecture, self._layers = architecture, model.config.num_hidden_layers
         self._renamings = [m for m in mapping if isinstance(m, WeightRenaming)]
         self._converters = [m for m in mapping if isinstance(m, WeightConverter)]
+
+    def names(self) -> dict[str, str]:
+        from gguf import MODEL_TENSORS, TENSOR_NAMES
+
+        found: dict[str, str] = {}
+        for owner in (TENSOR_NAMES[t] for t in MODEL_TENSORS[arch_of(self._architecture)]):
+            for layer in range(self._layers if "{bid}" in owner else 1):
+                for kind in (".weight", ".bias", ""):
+                    name = owner.format(bid=layer) + kind
+                    found[self._rename(name)[0]] = name
+        return found
 
     def target(self, name: str) -> str | None:
         return self._rename(name)[0]

@@ -4,7 +4,7 @@ has it, read and written."""
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from torch import Tensor
@@ -20,7 +20,7 @@ from .load import model_of
 from .split import open_gguf
 
 _SHARED = ("token_embd.weight", "output.weight", "output_norm.weight", "token_embd_norm.weight")
-_NORM = "output_norm.weight"
+NORM = "output_norm.weight"  # those of a head are stored as this one
 
 
 class OneLayer(GgufFile):
@@ -47,7 +47,7 @@ class OneLayer(GgufFile):
         }
         self._names = {name: name for name in _SHARED if name in file.tensors}
         if f"{self.prefix}shared_head_norm.weight" in file.tensors:
-            self._names[_NORM] = f"{self.prefix}shared_head_norm.weight"
+            self._names[NORM] = f"{self.prefix}shared_head_norm.weight"
         for given in file.tensors:
             leaf = re.fullmatch(rf"blk\.{self.number}\.(?!nextn\.)(.*)", given)
             if leaf is not None:
@@ -71,7 +71,7 @@ def mtp_of_gguf(model: Any, path: Any) -> MtpHead:
     head = MtpHead(model, block)
     for norm in ("enorm", "hnorm"):
         (value,) = mapping.convert(
-            _NORM, file.dense(f"{layer.prefix}{norm}.weight").numpy()
+            NORM, file.dense(f"{layer.prefix}{norm}.weight").numpy()
         ).values()
         put_dense(head, [f"{norm}.weight"], value, model.device)
     name = f"{layer.prefix}eh_proj.weight"
@@ -83,18 +83,22 @@ def mtp_of_gguf(model: Any, path: Any) -> MtpHead:
 
 
 def stored_head(
-    head: MtpHead, block: Mapping[str, tuple[Tensor, str]], number: int
+    head: MtpHead,
+    block: Mapping[str, tuple[Tensor, str]],
+    norm_of: Callable[[str, Tensor], Tensor],
+    number: int,
 ) -> dict[str, tuple[Tensor, str]]:
     """{name in the file: (tensor, format)} of a head that is the layer of that number.
 
-    block: the same of head.block. ValueError: eh_proj has a format that GGUF does not have.
+    block: the same of head.block. norm_of(name, value) is what the file has of the value of a norm
+    that is stored as the last one is. ValueError: eh_proj has a format that GGUF does not have.
     """
     layer = f"blk.{number}."
     stored = {layer + n.removeprefix("blk.0."): t for n, t in block.items() if n.startswith("blk.")}
-    stored[f"{layer}nextn.shared_head_norm.weight"] = block[_NORM]
+    stored[f"{layer}nextn.shared_head_norm.weight"] = block[NORM]
     for norm in ("enorm", "hnorm"):
-        value = getattr(head, norm).weight.detach().float().cpu()
-        stored[f"{layer}nextn.{norm}.weight"] = value, "f32"
+        value = head.get_parameter(f"{norm}.weight").detach().float().cpu()
+        stored[f"{layer}nextn.{norm}.weight"] = norm_of(norm, value), "f32"
     projection, weight = head.eh_proj, head.eh_proj.weight.detach().cpu()
     if isinstance(projection, QuantLinear):
         check_format("eh_proj of the head", projection.format)

@@ -13,6 +13,7 @@ from transformers.modeling_gguf_pytorch_utils import (
 )
 
 from .latent import joined
+from .layout import negated_exp
 
 _KEYS, _VALUES, _BOTH = ".attn_k_b.", ".attn_v_b.", ".attn_kv_b."
 
@@ -104,14 +105,7 @@ class HybridProcessor(TensorProcessor):
             return value.reshape(self.config["mamba_n_groups"], -1)
         if not name.endswith(".ssm_a"):
             return None
-        with np.errstate(over="ignore"):
-            found = np.exp(value)
-        if (bad := value[~(np.isfinite(found) & (found > 0))]).size:
-            raise ValueError(f"{name}: exp({bad[0]}) is not a positive f32")
-        for end in (0, np.inf):  # rounded twice, log(exp(value)) may be a neighbour of value
-            other = np.nextafter(found, np.float32(end))
-            found = np.where((np.log(found) != value) & (np.log(other) == value), other, found)
-        return -found.reshape(-1, 1)
+        return negated_exp(value, name).reshape(-1, 1)
 
 
 class GraniteHybridProcessor(HybridProcessor):

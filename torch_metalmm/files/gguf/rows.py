@@ -491,7 +491,13 @@ ARCHITECTURES = {
     "qwen35": Architecture(
         "qwen3_5_text",
         _QWEN35,
-        writes=False,
+        computed={
+            "attention.recurrent_layers": derive.qwen35_recurrent,
+            "full_attention_interval": derive.full_attention_interval,
+            "rope.dimension_sections": lambda c: [*c.rope_parameters["mrope_section"], 0],
+            "ssm.inner_size": lambda c: c.linear_num_value_heads * c.linear_value_head_dim,
+        },
+        stated={"rope_parameters": derive.qwen35_sections},
         derived={
             "layer_types": derive.qwen35_layers,
             "linear_value_head_dim": derive.ssm_head,

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import os
+import warnings
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from ... import formats
 from ...extras import HF, require
 from ...formats import DTYPES
 from ...models.attach import is_transformers_model, quantized_by_another
@@ -20,14 +23,15 @@ from ...models.replace import dense_weight, is_conv1d, weight_shape
 from ...models.shard.apply import refuse_sharded
 from ...models.skeleton import empty_like, parameters_to_save
 from ...nn import QuantEmbedding, QuantLinear
+from ...nn.packed import quantize_weight
 from ..staging import replaced
 from .architectures import llama3_divisors, metadata, model_config, refuse_spoiled
 from .derive import ROPE_DIVISORS
 from .experts import check_format, stored_experts
 from .file import GgufFile, write_out
-from .layout import TensorMap
-from .map import ProcessorMap
-from .nextn import stored_head
+from .layout import TensorMap, negated_exp
+from .map import arch_of, tensor_map
+from .nextn import NORM, stored_head
 from .routing import one_group
 from .rows import Architecture
 from .vocabulary import vocabulary
@@ -59,8 +63,10 @@ def save_gguf(
     tokenizer: a fast one, BPE; None for a file of weights alone, which load_gguf and llama.cpp's
     programs for text refuse; its library reads them.
     Packed layers and experts keep their bytes, their rows in the order that llama.cpp has for q and
-    k; dense matrices keep their dtype, everything else is f32. load_gguf reads an equal model. The
-    file is complete before it appears under its name.
+    k and for heads of V; dense matrices keep their dtype, everything else is f32. The columns of
+    Qwen3.5's linear_attn.out_proj are in that order, too: where it parts the blocks of a format,
+    the layer is packed again in q8_0, with a warning. load_gguf reads an equal model. The file is
+    complete before it appears under its name.
     FileExistsError: there is such a file, and not `replace`. OSError: it cannot be written.
     ValueError, before anything is written: no transformers model, without an output head, or of a
     type that is not among those written; the head is of another model; a layer in a format that
@@ -81,10 +87,14 @@ def save_gguf(
             "take to be tied to the embedding"
         )
     values |= {_NO_TOKENS: "no_vocab"} if tokenizer is None else vocabulary(tokenizer, model)
-    tensors = _tensors(model, architecture, row)
+    tensors, _ = _tensors(model, architecture, row)
     if head is not None:
         count = values[f"{architecture}.block_count"]
-        tensors |= stored_head(head, _tensors(head.block, architecture, row), count)
+        block, mapping = _tensors(head.block, architecture, row)
+        tensors |= stored_head(head, block, partial(_others, mapping, NORM), count)
+        for key, value in metadata(head.block.config)[2].items():
+            if isinstance(value, list) and len(value) == 1:  # a number for each layer
+                values[key] = values[key] + value
         values |= {
             f"{architecture}.block_count": count + 1,
             f"{architecture}.nextn_predict_layers": 1,
@@ -100,11 +110,9 @@ def has_nextn(config: Any) -> bool:
 
     ValueError: as of metadata.
     """
-    from gguf import MODEL_ARCH_NAMES, MODEL_TENSOR, MODEL_TENSORS
+    from gguf import MODEL_TENSOR, MODEL_TENSORS
 
-    architecture = metadata(config)[0]
-    arch = next(arch for arch, name in MODEL_ARCH_NAMES.items() if name == architecture)
-    return MODEL_TENSOR.NEXTN_EH_PROJ in MODEL_TENSORS[arch]
+    return MODEL_TENSOR.NEXTN_EH_PROJ in MODEL_TENSORS[arch_of(metadata(config)[0])]
 
 
 def check_target(path: str | os.PathLike[str], replace: bool, option: str) -> Path:
@@ -122,21 +130,20 @@ def check_target(path: str | os.PathLike[str], replace: bool, option: str) -> Pa
     return target
 
 
-def _tensors(model: Any, architecture: str, row: Architecture) -> dict[str, tuple[Tensor, str]]:
-    """{name in the file: (the tensor or its packed bytes, its format)}."""
+def _tensors(
+    model: Any, architecture: str, row: Architecture
+) -> tuple[dict[str, tuple[Tensor, str]], TensorMap]:
+    """({name in the file: (the tensor or its packed bytes, its format)}, what a load does)."""
     outline = empty_like(model, torch.float32)
-    mapping = ProcessorMap(architecture, outline, model.config.to_dict(), row)
-    names: dict[str, str] = {}
-    own = row.names.values()
-    for name, target in mapping.names().items():
-        if name.split(".", 2)[-1] in own:
-            names[target] = name
-        names.setdefault(target, _full(name))  # of two layouts gguf's own name is that of one
+    mapping = tensor_map(architecture, outline, row, model.config.to_dict())
+    names = mapping.names()
     tensors: dict[str, tuple[Tensor, str]] = {}
     experts = homes(model, apart=dict(model.named_modules()))
     for owner, home in experts.items():
         tensors |= stored_experts(owner, home)
     for target, module, value in parameters_to_save(model, experts):
+        if target.endswith(".input_order"):
+            continue  # of columns, which the layer's weight is written by
         if target not in names:
             raise ValueError(f"{target} has no place in a GGUF file of a {architecture} model")
         if sources := mapping.sources(target):
@@ -146,11 +153,11 @@ def _tensors(model: Any, architecture: str, row: Architecture) -> dict[str, tupl
     divisors = llama3_divisors(model.config, architecture)
     if divisors is not None:
         tensors[ROPE_DIVISORS] = divisors.float(), "f32"
-    return tensors
+    return tensors, mapping
 
 
 def _stored(
-    mapping: ProcessorMap, name: str, target: str, module: Any, value: Tensor
+    mapping: TensorMap, name: str, target: str, module: Any, value: Tensor
 ) -> tuple[Tensor, str]:
     """What the file has for a parameter of the module, and its format."""
     matrix = isinstance(module, nn.Linear | nn.Embedding) and target.endswith(".weight")
@@ -159,7 +166,8 @@ def _stored(
         row = dense_weight(module) if matrix else value
         return row[0].float().cpu(), "f32"  # a matrix of one row is a vector there
     if value.dim() == 3 and mapping.shape({name: (shape[0], shape[2])}) == shape:
-        return value[:, 0].float().cpu(), "f32"  # of a convolution of each channel
+        # Of a convolution of each channel
+        return _matrix(mapping, name, target, value[:, 0].float()), "f32"
     if matrix and isinstance(module, QuantLinear | QuantEmbedding):
         return _packed(mapping, name, target, module)
     if value.dim() == 2 and not name.endswith("norm.weight"):
@@ -182,35 +190,59 @@ def _apart(
     return {name: (part, format) for name, part in zip(sources, rows, strict=True)}
 
 
-def _full(name: str) -> str:
-    """The name in the file; tables of transformers have names of parameters without their kind."""
-    return name if name.endswith((".weight", ".bias")) else f"{name}.weight"
-
-
 def _packed(
     mapping: TensorMap, name: str, target: str, module: QuantLinear | QuantEmbedding
 ) -> tuple[Tensor, str]:
-    """The layer's bytes, rows in the order of the file."""
-    if getattr(module, "input_order", None) is not None:
-        raise ValueError(f"{target}: its layer gathers its input, which no GGUF file says")
+    """The layer's bytes, rows and columns in the order of the file; in q8_0, with a warning, where
+    that order of columns parts the blocks of the layer's format.
+
+    q8_0 adds the least to the rounding that was there, and its blocks of 32 divide what 256 does.
+    """
     check_format(target, module.format)
-    k = weight_shape(module)[1]
-    return _matrix(mapping, name, target, module.weight.detach(), k), module.format
+    order = getattr(module, "input_order", None)
+    given = np.arange(weight_shape(module)[1]) if order is None else order.cpu().numpy()
+    rows, columns = _placement(mapping, name, target, (len(module.weight), len(given)))
+    weight = module.weight.detach().cpu().contiguous()
+    weight = weight if rows is None else _placed(weight, rows)
+    own = given.argsort()[np.arange(len(given)) if columns is None else columns]
+    size = formats.get(module.format).block_values
+    blocks = own.reshape(-1, size)
+    if np.array_equal(blocks, blocks[:, :1] // size * size + np.arange(size)):
+        parts = weight.view(len(weight), len(blocks), -1)[:, torch.from_numpy(blocks[:, 0] // size)]
+        return parts.reshape(weight.shape), module.format
+    if columns is None:
+        raise ValueError(f"{target}: its layer gathers its input, which no GGUF file says")
+    warnings.warn(
+        f"{target}: a GGUF file has its columns in another order, which parts the blocks of "
+        f"{module.format}: written in q8_0",
+        stacklevel=4,
+    )
+    dense = module.dequantize().cpu()[:, torch.from_numpy(columns)]
+    dense = dense if rows is None else _placed(dense.contiguous(), rows)
+    return quantize_weight(dense, "q8_0"), "q8_0"
 
 
-def _matrix(
-    mapping: TensorMap, name: str, target: str, rows: Tensor, k: int | None = None
-) -> Tensor:
-    """Rows in the order of the file. ValueError: the file has more than another order of them."""
-    k = rows.shape[1] if k is None else k
-    layout = mapping.layout(name, (len(rows), k))
-    if layout is None or layout.transposed or layout.columns is not None:
+def _matrix(mapping: TensorMap, name: str, target: str, matrix: Tensor) -> Tensor:
+    """Rows and columns in the order of the file."""
+    rows, columns = _placement(mapping, name, target, (len(matrix), matrix.shape[1]))
+    matrix = matrix.cpu() if columns is None else matrix.cpu()[:, torch.from_numpy(columns)]
+    return matrix.contiguous() if rows is None else _placed(matrix.contiguous(), rows)
+
+
+def _placement(
+    mapping: TensorMap, name: str, target: str, shape: tuple[int, int]
+) -> tuple[np.ndarray | None, np.ndarray | None]:
+    """(the file's row of each row, the model's column of each of the file's), None: the same.
+
+    ValueError: the file has more than another order of them.
+    """
+    layout = mapping.layout(name, shape)
+    if layout is None or layout.transposed:
         raise ValueError(f"{target} is not a matrix of a GGUF file, row by row")
-    rows = rows.cpu().contiguous()
-    return rows if layout.rows is None else _placed(rows, layout.rows)
+    return layout.rows, None if layout.columns is None else layout.columns.argsort()
 
 
-def _others(mapping: ProcessorMap, name: str, target: str, value: Tensor) -> Tensor:
+def _others(mapping: TensorMap, name: str, target: str, value: Tensor) -> Tensor:
     """What of the file becomes this vector, found by what becomes of 0, 1, 2, and so on."""
     if value.dim() == 2:  # one norm for each head
         return value
@@ -223,6 +255,11 @@ def _others(mapping: ProcessorMap, name: str, target: str, value: Tensor) -> Ten
         return value + 1
     if found is not None and np.array_equal(np.sort(found), numbers):
         return _placed(value, found.astype(np.int64))
+    if found is not None:
+        (logs,) = mapping.convert(name, -np.exp(numbers / len(numbers))).values()
+        order = logs.argsort().argsort().numpy()
+        if np.allclose(logs.numpy(), order / len(order), rtol=0, atol=1 / 4 / len(order)):
+            return torch.from_numpy(negated_exp(_placed(value, order).numpy(), name))
     raise ValueError(f"{target} is not stored in GGUF files in a way that can be undone")
 
 

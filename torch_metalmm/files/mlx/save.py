@@ -158,7 +158,11 @@ def _mlx_config(model: Any, layers: dict[str, Packing]) -> dict[str, Any]:
         if stored in values:
             values.setdefault(name, values[stored])
     if config.model_type in SHIFTED:
-        values["full_attention_interval"] = full_attention_interval(config)
+        every = values["full_attention_interval"] = full_attention_interval(config)
+        if every is None:
+            raise ValueError(
+                f"model: layer_types {config.layer_types}; allowed: full attention at an interval"
+            )
     if config.model_type in NESTED:
         values = {"model_type": NESTED[config.model_type], "text_config": values}
     if layers:
