@@ -11,6 +11,7 @@ import torch
 from backends import Backend
 from fuse_cases import Gated, Halves, K, N, decoded, fused, packed
 from inputs import activations
+from layer_models import near
 from oracle import DTYPES, Halved, Value, check
 from torch import Tensor, nn
 
@@ -77,7 +78,7 @@ def test_activations(activation: str, form: str, backend: Backend) -> None:
     assert type(module) is SwiGLU and module.gated.activation == activation
     for rows in (x, x[:1]):
         got = module(backend.put(rows)).cpu()
-        assert (got - want[: len(rows)]).norm() <= 1e-5 * want[: len(rows)].norm()
+        assert near(got, want[: len(rows)])
 
 
 @pytest.mark.parametrize("form", FORMS)
@@ -107,7 +108,7 @@ def test_a_child_may_have_the_name_of_what_is_known_of_an_mlp() -> None:
     x = activations(2, K) / 4
     want, stood_in = module(x), fused(module)
     assert type(stood_in) is SwiGLU and stood_in.get_submodule("activation") is module.activation
-    assert (stood_in(x) - want).norm() <= 1e-5 * want.norm()
+    assert near(stood_in(x), want)
 
 
 class Squared(nn.Module):
@@ -138,7 +139,7 @@ def test_a_gate_that_is_cut(form: str, backend: Backend) -> None:
     assert type(module) is SwiGLU and module.gated.cut == pytest.approx(1.2815516)
     for rows in (x, x[:1]):
         got = module(backend.put(rows)).cpu()
-        assert (got - want[: len(rows)]).norm() <= 1e-5 * want[: len(rows)].norm()
+        assert near(got, want[: len(rows)])
 
 
 class Clamped(Gated):

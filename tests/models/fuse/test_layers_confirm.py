@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 from fuse_cases import packed
-from layer_models import are_fused, ids, layers, logits, padded, pair, small
+from layer_models import are_fused, ids, layers, logits, near, padded, pair, small
 from torch import Tensor, nn
 from transformers.models.llama.modeling_llama import (
     LlamaAttention,
@@ -124,7 +124,7 @@ def test_a_scale_that_begins_behind_the_last_position() -> None:
     far = {"input_ids": ids(1, 9), "position_ids": torch.arange(9)[None] + 5 * LONG}
     want = logits(model, **far)
     fuse_(model, "swiglu")
-    assert (logits(model, **far) - want).norm() <= 1e-5 * want.norm()
+    assert near(logits(model, **far), want)
 
 
 def _long_rope() -> dict[str, Any]:
@@ -220,7 +220,7 @@ def test_q_k_and_v_of_several_formats(kind: str, formats: tuple[str, str, str]) 
     want = logits(model)
     fuse_(model)
     assert all(are_fused(model))
-    assert (logits(model) - want).norm() <= 1e-5 * want.norm()
+    assert near(logits(model), want)
 
 
 def test_another_order_of_projections() -> None:
@@ -249,7 +249,7 @@ def test_another_order_of_projections() -> None:
     want = logits(model)
     fuse_(model)
     assert all(are_fused(model))
-    assert (logits(model) - want).norm() <= 1e-5 * want.norm()
+    assert near(logits(model), want)
 
 
 # ---- whole models
