@@ -7,6 +7,7 @@ import shutil
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import transformers
@@ -14,11 +15,13 @@ from converted_models import write_record
 from gguf_files import fields_of, load_quietly, random_model, tensors_of, write_gguf
 from mtp_models import FAMILIES, folder_with_head, step, trunk, with_nextn
 from safetensors.torch import load_file, save_file
+from torch import Tensor
 from transformers.cache_utils import MtpCache
 from transformers.modeling_layers import MtpModel
 
 from torch_metalmm import PackedCache, QuantLinear, load_mtp, load_packed, quantize_, save_gguf
 from torch_metalmm.files.heads import HEAD_FILE
+from torch_metalmm.files.imatrix import Entry, Imatrix, write_imatrix
 from torch_metalmm.hf.config import stored_config
 from torch_metalmm.tools import cli
 
@@ -137,6 +140,47 @@ def test_a_file_without_a_head_that_cannot_be_read(
     assert re.search(f"without the head for later tokens of .*{why}", capsys.readouterr().err)
     assert "glm4moe.nextn_predict_layers" not in fields_of(file)
     assert load_quietly(file)[0].model.layers[1].self_attn.q_proj.format == "q8_0"
+
+
+@pytest.mark.parametrize("output", ["x.gguf", "packed"])
+def test_what_becomes_of_a_head_is_known_before_the_model_is_packed(
+    output: str,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    source = with_nextn(random_model(tmp_path / "m.gguf", "qwen35"), "qwen35")
+    said = list[str]()
+
+    def quantize(*args: Any, **given: Any) -> None:
+        said.append(capsys.readouterr().err)
+        raise ValueError("not packed")
+
+    monkeypatch.setattr("torch_metalmm.models.quantize.quantize_", quantize)
+    flags = ["--format", "q8_0", "--output", str(tmp_path / output)]
+    assert cli.main(["quantize", str(source), *flags]) == 1
+    assert "without the head for later tokens of" in said[0]
+
+
+@pytest.mark.filterwarnings("ignore:packed without an importance")
+def test_an_importance_says_nothing_of_a_head(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    source, file, matrix = published(tmp_path)[1], tmp_path / "x.gguf", tmp_path / "i.gguf"
+    sizes = {"model.layers.1.self_attn.q_proj": 64, "model.layers.2.self_attn.q_proj": 64}
+    columns = {n: np.random.default_rng(0).random((1, k), np.float32) for n, k in sizes.items()}
+    write_imatrix(matrix, Imatrix({n: Entry(c, np.ones(1)) for n, c in columns.items()}, ("a",), 1))
+    heads, plain = list[Any](), list[Tensor]()
+    for flags in ([], ["--imatrix", str(matrix)]):
+        command = ["quantize", str(source), "--format", "q4_0", "--force", "--output", str(file)]
+        assert cli.main([*command, *flags]) == 0
+        assert ("tokens is packed without" in capsys.readouterr().err) == bool(flags)
+        model, _, _ = load_quietly(file)
+        heads.append(load_mtp(model, file))
+        plain.append(model.model.layers[1].self_attn.q_proj.weight)
+    assert not torch.equal(*plain)
+    own = [head.block.model.layers[0].self_attn.q_proj.weight for head in heads]
+    assert torch.equal(*own)
 
 
 def test_the_command_packs_a_head_as_its_options_say(tmp_path: Path) -> None:

@@ -70,13 +70,17 @@ class MtpHead(nn.Module):
     def __init__(self, model: Any, block: Any) -> None:
         super().__init__()
         self.block = block
-        block.set_input_embeddings(model.get_input_embeddings())
-        block.set_output_embeddings(model.get_output_embeddings())
+        self.share(model)
         norm = block.get_decoder().norm
         size, dtype = block.config.hidden_size, block.dtype
         self.enorm, self.hnorm = copy.deepcopy(norm), copy.deepcopy(norm)
         self.eh_proj = nn.Linear(2 * size, size, bias=False, device="meta", dtype=dtype)
         self.config, self.given = block.config, Given()
+
+    def share(self, model: Any) -> None:
+        """Take the embedding and the output head of the model, which quantize_ replaces."""
+        self.block.set_input_embeddings(model.get_input_embeddings())
+        self.block.set_output_embeddings(model.get_output_embeddings())
 
     @property
     def dtype(self) -> torch.dtype:

@@ -183,18 +183,19 @@ def _quantize(args: argparse.Namespace) -> None:
     if args.output.exists() and args.source.exists() and args.output.samefile(args.source):
         raise ValueError(f"--output is the source {args.source}")
 
-    def make() -> tuple[Any, Any]:
-        load = load_model if keeps_formats or is_mlx(args.source) else load_dense
-        model, tokenizer = load(args.source, args.device, dtype_of(args.dtype))
-        if spec:
-            quantize_(model, spec, importance=importance_of(args.imatrix, model, args.source))
-        return model, tokenizer
+    def load() -> tuple[Any, Any]:
+        of_kind = load_model if keeps_formats or is_mlx(args.source) else load_dense
+        return of_kind(args.source, args.device, dtype_of(args.dtype))
+
+    def pack(model: Any) -> Any:
+        importance = importance_of(args.imatrix, model, args.source)
+        return quantize_(model, spec, importance=importance) if spec else model
 
     if args.output.suffix == ".gguf":
-        to_file(args.source, args.output, args.force, spec, make)
+        to_file(args.source, args.output, args.force, spec, load, pack, args.imatrix)
         size = args.output.stat().st_size
     else:
-        to_folder(args.source, args.output, args.force, make)
+        to_folder(args.source, args.output, args.force, load, pack)
         size = sum(f.stat().st_size for f in args.output.glob("*.safetensors"))
     print(f"{args.output}: {size / 1e6:.1f} MB", file=sys.stderr)
 

@@ -39,7 +39,9 @@ def load_dense(folder: Path, device: str, dtype: torch.dtype | None) -> tuple[An
 
 
 def importance_of(path: Path | None, model: Any, source: Path) -> dict[str, Tensor] | None:
-    """What the file says of the model that the source became. ValueError, OSError: it cannot."""
+    """What the file says of the model that the source became. It says nothing of a head for later
+    tokens, which neither `metalmm imatrix` nor llama-imatrix runs. ValueError, OSError: it cannot.
+    """
     from ..files.imatrix import read_importance
     from .generate import reads_gguf
 
@@ -53,12 +55,15 @@ def to_file(
     output: Path,
     force: bool,
     spec: Mapping[str, str | None],
-    make: Callable[[], tuple[Any, Any]],
+    load: Callable[[], tuple[Any, Any]],
+    pack: Callable[[Any], object],
+    imatrix: Path | None = None,
 ) -> None:
-    """Write what `make` makes of the source as a GGUF file, its head packed by the spec, too.
+    """Write the model that `load` makes of the source, packed by `pack`, as a GGUF file, its head
+    packed by the spec, too, without the imatrix that `pack` reads, which is said.
 
-    ValueError, before anything is made: GGUF does not have a format, or the file is one of those
-    that the source is made of. ValueError: the source has no tokenizer.
+    ValueError, before anything is loaded: GGUF does not have a format, or the file is one of those
+    that the source is made of. ValueError, before anything is packed: the source has no tokenizer.
     """
     from ..files.gguf.save import check_target, save_gguf
     from ..files.gguf.split import is_gguf, part_paths
@@ -73,17 +78,30 @@ def to_file(
     for format in spec.values():
         if format is not None and format not in {*type_names().values(), *MIXTURES}:
             raise ValueError(f"--output {output}: GGUF does not have the format {format}")
-    model, tokenizer = make()
+    model, tokenizer = load()
     if tokenizer is None:
         raise ValueError(f"{source} has no tokenizer, without which no program reads a GGUF file")
     head = _kept(source, output, lambda: _head_for_file(model, source, spec))
+    pack(model)
+    if head is not None:
+        head.share(model)
+        if imatrix is not None:
+            print(
+                f"{output}: its head for later tokens is packed without {imatrix}", file=sys.stderr
+            )
     save_gguf(model, tokenizer, output, replace=force, head=head)
 
 
-def to_folder(source: Path, output: Path, force: bool, make: Callable[[], tuple[Any, Any]]) -> None:
-    """Write what `make` makes of the source as a packed folder, with the modules that
-    sentence-transformers has there, and the heads for later tokens that it has, as they are; a
-    new folder is gone again if that fails."""
+def to_folder(
+    source: Path,
+    output: Path,
+    force: bool,
+    load: Callable[[], tuple[Any, Any]],
+    pack: Callable[[Any], object],
+) -> None:
+    """Write the model that `load` makes of the source, packed by `pack`, as a packed folder, with
+    the modules that sentence-transformers has there, and the heads for later tokens that the source
+    has, as they are; a new folder is gone again if that fails."""
     from ..files.folder import is_packed, replaceable_weights
     from ..files.heads import HEAD_FILE
     from ..files.owned import prepare_folder
@@ -97,11 +115,12 @@ def to_folder(source: Path, output: Path, force: bool, make: Callable[[], tuple[
     if is_packed(output) and not force:
         raise FileExistsError(f"{output} holds a packed model; --force replaces it")
     try:
-        model, tokenizer = make()
         with tempfile.TemporaryDirectory() as folder:
             head = _kept(source, output, lambda: _head_for_folder(source, Path(folder)))
             if head is not None:
                 beside[HEAD_FILE] = head
+            model, tokenizer = load()
+            pack(model)
             save_beside(model, tokenizer, output, beside, stale={HEAD_FILE})
     except BaseException:
         if is_new:

@@ -66,6 +66,11 @@ def test_the_command_writes_no_file_without_a_tokenizer(
 ) -> None:
     with pytest.raises(ValueError, match="source has no tokenizer"):
         packing.to_file(
-            tmp_path / "source", tmp_path / "x.gguf", False, {}, lambda: (tiny[0], None)
+            tmp_path / "source",
+            tmp_path / "x.gguf",
+            False,
+            {},
+            lambda: (tiny[0], None),
+            pytest.fail,
         )
     assert not (tmp_path / "x.gguf").exists()
