@@ -150,9 +150,11 @@ def _head_for_file(model: Any, source: Path, spec: Mapping[str, str | None]) -> 
     if not has_nextn(model.config):
         raise ValueError(f"GGUF files of {model.config.model_type} have no place for it")
     head = load_mtp(model, source, spec or None)
+    shared = {id(model.get_input_embeddings()), id(model.get_output_embeddings())}
+    own = tuple(name for name, module in head.named_modules() if id(module) in shared)
     packed = stored_config(head)
     for name, format in packed.modules.items() if packed is not None else ():
-        if format is not None:
+        if format is not None and name not in own:  # the model's are not packed yet
             check_format(name, format)
     return head
 
