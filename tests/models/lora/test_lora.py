@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 import warnings
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +11,7 @@ import peft
 import pytest
 import torch
 from backends import Backend
+from forked import Forked, forked
 from inputs import activations
 from lora_cases import FORMATS, QUIET, SCALING, Block, adapted, delta, lora, randomize
 from oracle import Value, check
@@ -37,8 +37,16 @@ FIRST = {
 }
 
 
+@pytest.fixture(scope="module")
+def python() -> Iterator[Forked]:
+    """python(said, script): in a process of its own, which has imported torch alone."""
+    script = "import torch\ndef run(script):\n exec(script, {})\n"
+    with forked(script, {}, "-W", "error::UserWarning") as calls:
+        yield calls
+
+
 @pytest.mark.parametrize("first", FIRST)
-def test_every_order_of_imports_plugs_in(first: str) -> None:
+def test_every_order_of_imports_plugs_in(first: str, tmp_path: Path, python: Forked) -> None:
     """In this process torch_metalmm is imported first, which does not import peft; then peft."""
     script = (
         f"{FIRST[first]}\nimport torch_metalmm, peft\n"
@@ -46,10 +54,8 @@ def test_every_order_of_imports_plugs_in(first: str) -> None:
         "assert kind.__name__ == 'PackedLoraModel', kind\n"
         "assert issubclass(kind, peft.LoraModel)\n"
     )
-    done = subprocess.run(
-        [sys.executable, "-W", "error::UserWarning", "-c", script], capture_output=True, text=True
-    )
-    assert done.returncode == 0, done.stderr
+    said = tmp_path / "said"
+    assert python(said, script) == 0, said.read_text()
 
 
 def test_every_way_of_adding_lora_finds_the_packed_layers() -> None:
