@@ -158,12 +158,23 @@ def test_mlx_attention(dtype: torch.dtype, causal: bool) -> None:
 def test_mlx_complex_numbers() -> None:
     """A struct with members for every address space."""
     a, b = (torch.view_as_complex(integers(33, 2, seed=s)) for s in (3, 4))
-    c = torch.zeros_like(a)
-    instance = ("binary_vv<complex64_t, complex64_t, Multiply>",)
-    mlx(instance, "utils", "binary_ops", "binary").function("mlx_0")(
-        2, 32, [a, b, c, 33], threads=33
-    )
-    assert torch.equal(c, a * b)
+    c, d = torch.zeros_like(a), torch.zeros_like(a)
+    types = "complex64_t, complex64_t"
+    multiply = mlx((f"binary_vv<{types}, Multiply>",), "utils", "binary_ops", "binary")
+    multiply.function("mlx_0")(2, 32, [a, b, c, 33], threads=33)
+    conjugate = mlx((f"unary_v<{types}, Conjugate>",), "utils", "unary_ops", "unary")
+    conjugate.function("mlx_0")(2, 32, [a, d, 33], threads=33)
+    assert torch.equal(c, a * b) and torch.equal(d, a.conj())
+
+
+def test_mlx_reduction() -> None:
+    x, y = integers(900, seed=3), torch.zeros(1)
+    headers = ("utils", "atomic", "reduction/ops", "reduce")
+    reduce = mlx(("all_reduce<float, float, Max<float>>",), *headers).function("mlx_0")
+    sizes = [struct.pack("Q", x.numel())] * 2
+    x[731] = 9
+    reduce(1, 64, [x, y, *sizes])
+    assert y.item() == 9
 
 
 @functools.cache

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 
 import pytest
@@ -147,6 +148,20 @@ def test_functions_of_floats() -> None:
         assert torch.equal(y, v), n
         rounded = f(x.half().double()).half().double()
         assert torch.allclose(h.double(), rounded, rtol=2**-10, atol=2**-10 * 32), n
+
+
+def test_constants() -> None:
+    """The nearest f32 of each."""
+    want = {
+        "PI": math.pi, "PI_2": math.pi / 2, "PI_4": math.pi / 4, "1_PI": 1 / math.pi,
+        "2_PI": 2 / math.pi, "2_SQRTPI": 2 / math.pi**0.5, "E": math.e, "LOG2E": 1 / math.log(2),
+        "LOG10E": 1 / math.log(10), "LN2": math.log(2), "LN10": math.log(10), "SQRT2": 2**0.5,
+        "SQRT1_2": 0.5**0.5,
+    }  # fmt: skip
+    body = "".join(f"y[{i}] = M_{name}_F; " for i, name in enumerate(want))
+    y = torch.zeros(len(want))
+    MetalSource(f"{HEAD}kernel void k(device float* y) {{ {body} }}").function("k")(1, 1, [y])
+    assert y.tolist() == torch.tensor(list(want.values()), dtype=torch.float32).tolist()
 
 
 @pytest.mark.parametrize("expression", FLOATS)

@@ -107,6 +107,8 @@ template <class... B>
 struct conjunction : bool_constant<(B::value && ...)> {};
 template <class... B>
 struct disjunction : bool_constant<(B::value || ...)> {};
+template <class... B>
+using _disjunction = disjunction<B...>;  // Apple's own name, which MLX takes
 template <class B>
 struct negation : bool_constant<!B::value> {};
 
@@ -203,11 +205,15 @@ MM_LIMITS(ulong)
 #define CHAR_BIT 8
 #define M_PI_F 3.14159274101257324219f
 #define M_PI_2_F 1.57079637050628662109f
+#define M_PI_4_F 0.78539818525314331055f
 #define M_1_PI_F 0.31830987334251403809f
+#define M_2_PI_F 0.63661974668502807617f
 #define M_2_SQRTPI_F 1.12837922573089599609f
 #define M_E_F 2.71828174591064453125f
 #define M_LOG2E_F 1.44269502162933349609f
+#define M_LOG10E_F 0.43429449200630187988f
 #define M_LN2_F 0.69314718246459960938f
+#define M_LN10_F 2.30258512496948242188f
 #define M_SQRT2_F 1.41421353816986083984f
 #define M_SQRT1_2_F 0.70710676908493041992f
 #define M_PI_H static_cast<half>(3.140625f)
