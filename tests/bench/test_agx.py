@@ -128,7 +128,7 @@ def test_what_the_compiler_says() -> None:
         kernels.compile_kernel,
         ("gemv_q8_0_f16", "gemv_batched_q5_0_f16", "gemv_batched_q5_0_f32"),
     )
-    assert (plain.spills, kept.spills, spilling.spills) == (0, 0, 12)
+    assert (plain.spills, kept.spills, spilling.spills) == (0, 0, 15)
     assert f"{len(plain.loop) / kernels.weights()['gemv_q8_0']:.2f}" == "2.75"
 
 
