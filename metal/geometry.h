@@ -44,6 +44,9 @@ constexpr int batched_pass(int piece_values) {
   return piece_values <= 16 ? kBatchPerPass : kBatchPerPass / 2;
 }
 
+// Rows of x a pass whose pieces of more than 16 values stay in registers, for all rows of W.
+MM_CONST int kKeptRows = 2;
+
 template <int rows, int simdgroups, bool share_rows = false, int batch = 1>
 struct GemvGeometry {
   MM_CONST int kRows = rows, kSimdgroups = simdgroups;

@@ -176,6 +176,9 @@ uint32_t bounds_of_weights(const Problem& problem, const KernelArgs& args);
 // it gains nothing by it, with kBoundsSubnormals where it keeps them.
 void choose_loads(StrategyId strategy, const Problem& problem, const Gpu& gpu, Pass& pass);
 
+// How many rows of x a pass of gemv_batched has, where the GPU wants fewer than it takes.
+void choose_batch(StrategyId strategy, const Problem& problem, const Gpu& gpu, Pass& pass);
+
 // The reason of a plan without passes.
 constexpr const char* kNoOutput = "no output: no pass";
 

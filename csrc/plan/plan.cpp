@@ -321,6 +321,7 @@ Plan plan(const Problem& problem, const Gpu& gpu, std::optional<StrategyId> stra
   const bool is_split = is_split_forced || parts.count > 1;
   Pass main = main_pass(chosen, problem, parts, is_split);
   choose_loads(chosen, problem, gpu, main);
+  choose_batch(chosen, problem, gpu, main);
   if (takes_arranged(chosen, main)) {
     out.passes.push_back(arrange_pass(problem, main));
     out.arranged_bytes = arranged_bytes(problem, out.passes.front());

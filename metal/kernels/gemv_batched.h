@@ -24,7 +24,6 @@ template <class Format, class T>
 struct GemvBatch {
   MM_CONST int kRows = batched_rows(Format::Pieces::kValues);
   MM_CONST int kPass = batched_pass(Format::Pieces::kValues), kAll = GemvBatched::kRows;
-  MM_CONST int kKeptRows = 2;
   static_assert(kAll % kRows == 0, "walks of equal size");
 
   using Storage = typename Format::Storage;
@@ -72,7 +71,7 @@ struct GemvBatch {
         MM_UNROLL
         for (int m = 0; m < kKeptRows; ++m) {
           load_piece<Format, Source>(row, x[m], squares[m]);
-          row.x += xs.stride;
+          if (has_row(m + 1, xs)) row.x += xs.stride;  // else the last row again
         }
         MM_UNROLL
         for (int r = 0; r < kCount; ++r) {

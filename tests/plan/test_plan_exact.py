@@ -11,6 +11,7 @@ from torch_metalmm import _C
 
 pytestmark = pytest.mark.quick
 MOST = 8
+M_TAIL = 2  # kBoundsM of abi.h
 SHARED = "gemv_large_k"  # simdgroups share K of a row
 # Those of a row alone, and what reads W once for several with the bits of that.
 OF_SEVERAL = {"gemv": "gemv_batched", "gemv_wide_n": "gemv_batched", SHARED: SHARED}
@@ -60,3 +61,16 @@ def test_a_query_has_its_own_parts(chip: str, group: int) -> None:
         passes(4, True, bool_mask=True)
     with pytest.raises(ValueError, match="exact_rows: 4 queries with a mask"):
         passes(4, True, causal=False)
+
+
+@pytest.mark.parametrize("m", range(2, MOST + 1))
+def test_passes_of_two_rows_where_lines_of_x_bound_an_nvidia_gpu(m: int) -> None:
+    """Affine formats, and x in f32 where a lane owns 32 values; a last pass may have one row."""
+    cells = [("affine4_g64", "f16", 2), ("q4_k", "f32", 2), ("q4_k", "f16", 4), ("q4_0", "f32", 8)]
+    for format, dtype, most in cells:
+        sizes = {"n": 14336, "k": 4096, "format": format, "dtype": dtype}
+        for chip, rows in ((_C.CUDA, most), ("m4-max", 8 if format == "q4_0" else 4)):
+            one = _C.plan(m=m, strategy="gemv_batched", chip=chip, **sizes)["passes"][0]
+            passes, batch = one["grid"][0], one["constants"]["batch"]
+            assert passes == -(-m // rows) and batch == -(-m // passes)
+            assert bool(one["constants"]["bounds"] & M_TAIL) == (passes * batch > m)
