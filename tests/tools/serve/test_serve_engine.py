@@ -18,7 +18,8 @@ from greedy import greedy
 from layer_models import SHARED, VOCABULARY, small
 
 from bench.models.families import family
-from torch_metalmm import fuse_, load_gguf
+from torch_metalmm import activations_, fuse_, load_gguf
+from torch_metalmm.formats.activations import TOP_CODES
 from torch_metalmm.hf.replay import replayed
 from torch_metalmm.tools.chat import loading
 from torch_metalmm.tools.chat.session import Options, Session
@@ -67,6 +68,12 @@ def test_layers_that_read_rows_of_others(
 )
 def test_families_with_states(loaded: Any, kind: str) -> None:
     check_answers(family(kind), loaded[1], True, "q8_0")
+
+
+@pytest.mark.parametrize("kind", TOP_CODES)
+def test_rounded_activations(tmp_path: Path, kind: str) -> None:
+    model, tokenizer = load_gguf(random_model(tmp_path / "m.gguf", "qwen3"))
+    check_answers(activations_(model, kind), tokenizer, True, "q8_0")
 
 
 def test_a_prompt_of_one_token_is_no_step(loaded: Any) -> None:
