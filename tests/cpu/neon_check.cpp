@@ -131,23 +131,27 @@ int check_int8(const Format& f, const int8::Kernels& fast, int parts, const char
   const Weight w = random_weight(f, packed);
   const std::vector<float> x = random_values(kColumns * kK);
   const int8::KindKernels &ka = fast.kind[a.kind.index()], &kb = slow.kind[b.kind.index()];
-  std::vector<uint8_t> row_a(int8::RoundedRow::bytes(kK, parts)), row_b(row_a.size());
-  const auto ra = int8::RoundedRow::in(row_a.data(), kK, parts),
-             rb = int8::RoundedRow::in(row_b.data(), kK, parts);
-  ka.round[parts - 1](x.data(), 0, kK / kChunkValues, a.kind.offset, ra);
-  kb.round[parts - 1](x.data(), 0, kK / kChunkValues, b.kind.offset, rb);
-  int failures = row_a != row_b;
-  std::vector<float> alone;  // of one row of x, whose bits each of several equal ones has
-  for (int m = 1; m <= int8::kMaxGemvCodes / parts; ++m) {
-    const std::vector<int8::RoundedRow> xa(m, ra), xb(m, rb);
+  const int most = int8::kMaxGemvCodes / parts;
+  const int64_t row_bytes = int8::RoundedRow::bytes(kK, parts);
+  std::vector<uint8_t> memory_a(most * row_bytes), memory_b(memory_a.size());
+  std::vector<int8::RoundedRow> xa, xb;
+  for (int m = 0; m < most; ++m) {
+    xa.push_back(int8::RoundedRow::in(memory_a.data() + m * row_bytes, kK, parts));
+    xb.push_back(int8::RoundedRow::in(memory_b.data() + m * row_bytes, kK, parts));
+    ka.round[parts - 1](x.data() + m * kK, 0, kK / kChunkValues, a.kind.offset, xa[m]);
+    kb.round[parts - 1](x.data() + m * kK, 0, kK / kChunkValues, b.kind.offset, xb[m]);
+  }
+  int failures = memory_a != memory_b;
+  std::vector<float> alone(most * kRows);  // whose bits each row has beside others
+  for (int m = 0; m < most; ++m) {
+    a.gemv[parts - 1][0]({w, 0, kRows, &xa[m], alone.data() + m * kRows, kRows});
+  }
+  for (int m = 1; m <= most; ++m) {
     std::vector<float> ya(m * kRows), yb(ya.size());
     a.gemv[parts - 1][m - 1]({w, 0, kRows, xa.data(), ya.data(), kRows});
     b.gemv[parts - 1][m - 1]({w, 0, kRows, xb.data(), yb.data(), kRows});
     failures += !near(ya, yb, kK);
-    if (m == 1) alone = ya;
-    for (int i = 0; i < m; ++i) {
-      failures += std::memcmp(ya.data() + i * kRows, alone.data(), kRows * sizeof(float)) != 0;
-    }
+    failures += std::memcmp(ya.data(), alone.data(), ya.size() * sizeof(float)) != 0;
   }
   using Pack = int8::ByParts<int8::PackKernel>;
   const auto compare = [&](int8::Layout layout, const Pack& pa, const Pack& pb,
