@@ -101,7 +101,7 @@ SIZES = [(40, 256), (24, 4096)]  # in the second simdgroups share K of a row (ge
 
 @pytest.mark.parametrize(("n", "k"), SIZES)
 @pytest.mark.parametrize(
-    "given", [("cpu", None), *(("cpu", k) for k in TOP_CODES), ("emulator", None)]
+    "given", [("cpu", None), *(("cpu", k) for k in TOP_CODES), ("emulator", None)], ids=str
 )
 @pytest.mark.parametrize("name", ["q4_0", "q4_k", "affine4_g64"])
 def test_rows_of_an_op(name: str, given: tuple[str, str | None], n: int, k: int) -> None:
