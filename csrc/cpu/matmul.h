@@ -13,8 +13,8 @@
 namespace metalmm::cpu {
 
 // gemv          each row of x on its own: W is decoded M times
-// gemv_steps    up to kMaxStepRows rows of x share one decoding, where the format has one in another
-//               order than K's (StepKernels): the sums are other ones than those of gemv
+// gemv_steps    up to kMaxStepRows rows of x share one decoding, where the format has one that is
+//               not in the order of K (StepKernels): the sums are other ones than those of gemv
 // gemv_batched  up to kMaxDotRows rows of x share one decoding of W, in registers
 // gemm          W is decoded into the cache, block by block, and multiplied in register tiles
 // dense         W is decoded in x's dtype, and torch's own matmul multiplies: dense.h

@@ -7,7 +7,6 @@ from places import ROOT
 
 from bench.neon import command
 from bench.neon.command import Count
-from torch_metalmm import formats
 
 LOG = """----------------
 IN: main
@@ -59,10 +58,6 @@ def test_each_product_stands_beside_the_least_of_ggml() -> None:
         "8.0, 5.0",
     ]
     assert rows[1][-2:] == ["–", "–"]
-
-
-def test_the_formats_are_of_the_table() -> None:
-    assert set(command.GGML) <= set(formats.names())
 
 
 def test_a_folder_that_is_not_ggml_is_refused() -> None:

@@ -189,12 +189,13 @@ struct Affine {
     } else {
 #if defined(MM_NEON)
       return floats<kVector>(stream_bytes<kBits>(k.codes)) * k.scale + k.bias;
-#endif
+#else
       const I codes = stream_codes<kBits, kVector>(k.codes);
 #if defined(__AVX512F__)
       if constexpr (kTable) return _mm512_permutexvar_ps(reinterpret_cast<__m512i>(codes), k.table);
 #endif
       return to_float(codes & kMask) * k.scale + k.bias;
+#endif
     }
   }
 };

@@ -23,10 +23,11 @@ struct Grouped {
 MM_INLINE Bytes field(Bytes v, int left, uint8_t mask) {
 #if defined(MM_NEON)
   return (left > 0 ? v << left : v >> -left) & mask;
-#endif
+#else
   typedef uint16_t Words __attribute__((vector_size(sizeof(Bytes))));
   const Words w = reinterpret_cast<Words>(v);
   return reinterpret_cast<Bytes>(left > 0 ? w << left : w >> -left) & mask;
+#endif
 }
 
 template <>

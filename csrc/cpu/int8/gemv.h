@@ -77,11 +77,7 @@ class ChunkSum {
         const V both = load_as<V>(Codes::scales(block) + i) * load_as<V>(x.scale + b * kGroups + i);
         std::memcpy(scales + i, &both, sizeof both);
       }
-      // From here on in memory: gcc would permute registers for each lane, where a load gives every
-      // lane one number; q6_k 4.8 cycles a chunk (Zen 4).
-#if !defined(MM_NEON)
-      if (kKind.sub >= kGemvBytes) asm("" : "+m"(scales));
-#endif
+      if (kKind.sub >= kGemvBytes) in_memory(scales);
     }
   }
 

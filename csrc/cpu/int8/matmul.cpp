@@ -20,6 +20,9 @@ constexpr int64_t kMaxBatchedRows = 8;
 constexpr int64_t kTaskRows = 48;
 constexpr int64_t kTaskColumns = 256;
 
+// Of W, in the second-level cache for rows of x beyond those of one gemv.
+constexpr int64_t kGemvBytes = 1 << 18;
+
 // Values that a thread rounds at least.
 constexpr int64_t kGrainRounded = 1 << 14;
 
@@ -90,6 +93,7 @@ struct Rounded {
 void gemv(const Product& p, const at::Tensor& x) {
   std::vector<Rounded> rounded;
   std::vector<RoundedRow> rows;
+  rounded.reserve(p.m);
   for (int64_t m = 0; m < p.m; ++m) {
     const float* from = elements<float>(x) + m * x.stride(0);
     rounded.emplace_back(from, p.w.k, p.parts, p.codec.kind, p.kind);
@@ -97,9 +101,12 @@ void gemv(const Product& p, const at::Tensor& x) {
   }
   over_rows(1, p.n, p.w.k, [&](int64_t, int64_t first, int64_t last) {
     const int64_t most = kMaxGemvCodes / p.parts;
-    for (int64_t m = 0; m < p.m; m += most) {
-      const GemvKernel kernel = p.codec.gemv[p.parts - 1][std::min(most, p.m - m) - 1];
-      kernel({p.w, first, last, &rows[m], p.y + m * p.n + first, p.n});
+    const int64_t block = p.m <= most ? p.n : ceil_div(kGemvBytes, p.w.row_stride);
+    for (int64_t n = first; n < last; n += block) {
+      for (int64_t m = 0; m < p.m; m += most) {
+        const GemvKernel kernel = p.codec.gemv[p.parts - 1][std::min(most, p.m - m) - 1];
+        kernel({p.w, n, std::min(n + block, last), &rows[m], p.y + m * p.n + n, p.n});
+      }
     }
   });
 }

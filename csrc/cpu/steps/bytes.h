@@ -165,11 +165,7 @@ struct ByteDot {
           stream.fetch(p[r], b * Codec::kBlockBytes + i + kPrefetchBytes);
         }
         Codes::open(row[r], b, open[r]);
-        // From here on in memory: gcc would permute registers for each scale, where a load gives
-        // every lane one.
-#if defined(__AVX2__)
-        if (S::kGroups > 1) asm("" : "+m"(open[r]));
-#endif
+        if (S::kGroups > 1) in_memory(open[r]);
         multiply_block(open[r], x, acc[r]);
         in_order(x, acc[r][0]);
         // x is read again for each row of W: kept in registers for two, it takes those of sums.
