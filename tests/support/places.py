@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import importlib.util
+from importlib.metadata import distribution
 from pathlib import Path
 
 TESTS = Path(__file__).parents[1]
@@ -10,7 +10,8 @@ ROOT = TESTS.parent
 
 
 def mlx_include() -> Path:
-    """MLX's headers, which its package has on every platform."""
-    spec = importlib.util.find_spec("mlx")
-    assert spec and spec.submodule_search_locations
-    return Path(spec.submodule_search_locations[0]) / "include"
+    """MLX's headers, which its package has on every platform.
+
+    Its module would not do: mlx is a namespace, which tests/files/mlx may be a part of.
+    """
+    return Path(str(distribution("mlx").locate_file("mlx/include")))
