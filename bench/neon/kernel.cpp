@@ -23,11 +23,8 @@ int main(int, char** argv) {
   const Format& f = format_by_name(argv[1]);
   const std::string products = argv[2];
   const int64_t k = std::atoll(argv[3]), calls = std::atoll(argv[4]);
-  int shift = 0;
-  while ((int64_t{kChunkValues} << shift) < f.block_values) ++shift;
-  const RowLayout layout{f.scales_offset(k), f.biases_offset(k), shift, f.scale_type};
   std::vector<uint8_t> packed(MM_ROWS * f.row_bytes(k));
-  const Weight w{packed.data(), f.row_bytes(k), k, layout};
+  const Weight w = make_weight(packed.data(), f.row_bytes(k), f, k);
   std::vector<float> x(2 * k), y(MM_ROWS);
   if (products == "exact") {
     const CodecKernels& codec = neon::kKernels.of(f.codec);

@@ -28,6 +28,16 @@ struct Weight {
   const uint8_t* row(int64_t n) const { return data + n * row_stride; }
 };
 
+inline Weight make_weight(const uint8_t* rows, int64_t row_bytes, const Format& format, int64_t k) {
+  Weight out{rows, row_bytes, k, {}};
+  if (format.layout == Layout::kAffine) {
+    int shift = 0;
+    while ((int64_t{kChunkValues} << shift) < format.block_values) ++shift;
+    out.layout = {format.scales_offset(k), format.biases_offset(k), shift, format.scale_type};
+  }
+  return out;
+}
+
 // y[m * y_stride + n - first_row] = sum over k of x[m, k] w[n, k], for the rows [first_row,
 // last_row) and as many m as the kernel is compiled for. The rows of x are interleaved by vectors:
 // x[m, k] is at (k / width * M + m) * width + k % width, for k up to round_up(K, kChunkValues),

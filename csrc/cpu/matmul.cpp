@@ -175,16 +175,6 @@ Strategy choose_strategy(int64_t m, at::ScalarType dtype) {
   return dense_is_faster(dtype) ? Strategy::kDense : Strategy::kGemm;
 }
 
-Weight make_weight(const uint8_t* rows, int64_t row_bytes, const Format& format, int64_t k) {
-  Weight out{rows, row_bytes, k, {}};
-  if (format.layout == Layout::kAffine) {
-    int shift = 0;
-    while ((int64_t{kChunkValues} << shift) < format.block_values) ++shift;
-    out.layout = {format.scales_offset(k), format.biases_offset(k), shift, format.scale_type};
-  }
-  return out;
-}
-
 Weight make_weight(const at::Tensor& w, const Format& format, int64_t k) {
   return make_weight(elements<uint8_t>(w), w.stride(0), format, k);
 }

@@ -38,7 +38,6 @@ inline const CodecKernels& kernels_of(const Format& format) {
 
 // A packed weight [N, row_bytes] as the kernels take it. `w` must outlive the result.
 Weight make_weight(const at::Tensor& w, const Format& format, int64_t k);
-Weight make_weight(const uint8_t* rows, int64_t row_bytes, const Format& format, int64_t k);
 
 // Interleaves m rows of x by vectors, for the dot kernel of `rows` >= m rows.
 void interleave(const float* x, int64_t x_stride, int64_t m, int64_t k, int64_t rows, int width,

@@ -51,12 +51,7 @@ Weight random_weight(const Format& f, std::vector<uint8_t>& packed) {
   for (int64_t r = 0; r < kRows; ++r) {
     quantize_row(f, random_values(kK).data(), kK, packed.data() + r * row_bytes);
   }
-  int shift = 0;
-  while ((int64_t{kChunkValues} << shift) < f.block_values) ++shift;
-  return {packed.data(),
-          row_bytes,
-          kK,
-          {f.scales_offset(kK), f.biases_offset(kK), shift, f.scale_type}};
+  return make_weight(packed.data(), row_bytes, f, kK);
 }
 
 int check_format(const Format& f) {

@@ -21,7 +21,7 @@ constexpr int64_t kTaskRows = 48;
 constexpr int64_t kTaskColumns = 256;
 
 // Of W, in the second-level cache for rows of x beyond those of one gemv.
-constexpr int64_t kGemvBytes = 1 << 18;
+constexpr int64_t kSharedBytes = 1 << 18;
 
 // Values that a thread rounds at least.
 constexpr int64_t kGrainRounded = 1 << 14;
@@ -101,7 +101,7 @@ void gemv(const Product& p, const at::Tensor& x) {
   }
   over_rows(1, p.n, p.w.k, [&](int64_t, int64_t first, int64_t last) {
     const int64_t most = kMaxGemvCodes / p.parts;
-    const int64_t block = p.m <= most ? p.n : ceil_div(kGemvBytes, p.w.row_stride);
+    const int64_t block = p.m <= most ? p.n : ceil_div(kSharedBytes, p.w.row_stride);
     for (int64_t n = first; n < last; n += block) {
       for (int64_t m = 0; m < p.m; m += most) {
         const GemvKernel kernel = p.codec.gemv[p.parts - 1][std::min(most, p.m - m) - 1];
