@@ -12,7 +12,6 @@ import argparse
 import re
 import shutil
 import subprocess
-import sys
 import tempfile
 from collections import Counter
 from collections.abc import Iterator
@@ -20,6 +19,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from torch_metalmm import formats
+from torch_metalmm.msl.build import BuildError, zig
 
 from ..machine import ROOT
 from ..tables import Table, to_markdown
@@ -51,11 +51,10 @@ class Count(NamedTuple):
 
 
 def _compile(*arguments: str | Path) -> None:
-    """RuntimeError: what the compiler says."""
-    command = [sys.executable, "-m", "ziglang", *map(str, arguments)]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    """BuildError: no compiler, or what it says."""
+    done = zig(*map(str, arguments))
     if done.returncode:
-        raise RuntimeError(done.stderr)
+        raise BuildError(done.stderr)
 
 
 def executed(log: Iterator[str]) -> tuple[Counter[int], dict[int, str]]:

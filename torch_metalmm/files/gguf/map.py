@@ -31,9 +31,13 @@ def tensor_map(
 
 def arch_of(architecture: str) -> Any:
     """gguf's number of an architecture that it knows."""
+    return _arches()[architecture]
+
+
+def _arches() -> dict[str, Any]:
     from gguf import MODEL_ARCH_NAMES
 
-    return next(arch for arch, name in MODEL_ARCH_NAMES.items() if name == architecture)
+    return {name: arch for arch, name in MODEL_ARCH_NAMES.items()}
 
 
 def gguf_names(model: Any, layers: Iterable[str]) -> dict[str, str]:
@@ -41,14 +45,14 @@ def gguf_names(model: Any, layers: Iterable[str]) -> dict[str, str]:
 
     ValueError: gguf knows no architecture of the model's type.
     """
-    from gguf import MODEL_ARCH_NAMES, get_tensor_name_map
+    from gguf import get_tensor_name_map
 
     given = model.config.get_text_config().model_type
     kind = given.removesuffix("_text")
     rows = [(name, row) for name, row in all_rows() if row.model_type == given]
     spellings = [name for name, _ in rows]
     spellings += [kind, kind.replace("_", "-"), kind.replace("_", ""), STORED_AS.get(kind, kind)]
-    arches = {name: arch for arch, name in MODEL_ARCH_NAMES.items()}
+    arches = _arches()
     found = next((name for name in spellings if name in arches), None)
     if found is None:
         raise ValueError(f"gguf has no architecture for models of the type {kind!r}")
