@@ -73,7 +73,7 @@ enum Slot : MM_U32 {
   kSlotNorm2 = 9,  // of the heads of k; dt_bias of gated_delta and ssm_scan; bias of causal_conv
   kSlotCos = 10,
   kSlotSin = 11,
-  kSlotY2 = 12,  // x + x2 of add_rms_norm; k of rope; x in the order of tile/arranged.h; state;
+  kSlotY2 = 12,  // x + x2 of add_rms_norm; k of rope; x in the order of lanes (arrange_x); state;
                  // ids of route, int64
   kSlotY3 = 13,  // v of rope
   kSlotPartial = 14,  // f32 partial results [parts, M, N] that the reduction pass reads
@@ -90,6 +90,7 @@ enum SlotBits : MM_U32 {
   kBindMatmul = kBindEpilogue | slot_bit(kSlotX) | slot_bit(kSlotWeight),
   kBindGemv = kBindMatmul | slot_bit(kSlotNorm),
   kBindArranged = kBindMatmul | slot_bit(kSlotY2),
+  kBindGemvArranged = kBindGemv | slot_bit(kSlotY2),
   kBindArrange = slot_bit(kSlotX) | slot_bit(kSlotY2) | slot_bit(kSlotArgs),
   kBindSwigluUp = kBindGemv | slot_bit(kSlotWeight2),
   kBindSwigluDown = kBindMatmul | slot_bit(kSlotX2),
@@ -256,7 +257,8 @@ enum BoundsBits : MM_U32 {
   // Blocks of 2-byte fields (q4_0): rows begin and end at multiples of 4, of 8 bytes.
   kBoundsWordBlocks = 64,
   kBoundsLongBlocks = 128,
-  kBoundsSubnormals = 256  // the GPU keeps subnormal halves: codes may be such
+  kBoundsSubnormals = 256,  // the GPU keeps subnormal halves: codes may be such
+  kBoundsArrangedX = 512    // gemv_batched: x lies in the order of lanes (arrange_x)
 };
 
 }  // namespace metalmm

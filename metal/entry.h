@@ -39,6 +39,7 @@ METAL_FUNC bool weight_is_aligned() { return (fc_bounds & kBoundsAlignedWeight) 
 METAL_FUNC bool rows_are_packed() { return (fc_bounds & kBoundsPackedRows) != 0; }
 METAL_FUNC bool has_word_blocks() { return (fc_bounds & kBoundsWordBlocks) != 0; }
 METAL_FUNC bool has_long_blocks() { return (fc_bounds & kBoundsLongBlocks) != 0; }
+METAL_FUNC bool x_is_arranged() { return (fc_bounds & kBoundsArrangedX) != 0; }
 METAL_FUNC bool keeps_subnormals() { return (fc_bounds & kBoundsSubnormals) != 0; }
 
 METAL_FUNC bool has_norm() { return (fc_epilogue & kEpilogueNorm) != 0; }
@@ -116,13 +117,19 @@ struct Result {
       (MM_IN(T, x, kSlotX), MM_IN(T, norm, kSlotNorm), MM_IN(uchar, weight, kSlotWeight), \
        MM_RESULT(T)),                                                                     \
       metalmm::Kernel<metalmm::Struct, T>::run({x, norm}, weight, {y, bias, c}, args, memory, at))
-// The same of x that may lie in the order of tile/arranged.h: run(x, arranged, weight, ...).
+// Either of x that may lie in the order of lanes: run(x, arranged, weight, ...).
 #define MM_ARRANGED(dtype, T, strategy, format, Struct, Kernel)                                   \
   MM_KERNEL(strategy##_##format##_##dtype,                                                        \
             (MM_IN(T, x, kSlotX), MM_IN(T, arranged, kSlotY2), MM_IN(uchar, weight, kSlotWeight), \
              MM_RESULT(T)),                                                                       \
             metalmm::Kernel<metalmm::Struct, T>::run(x, arranged, weight, {y, bias, c}, args,     \
                                                      memory, at))
+#define MM_GEMV_ARRANGED(dtype, T, strategy, format, Struct, Kernel)                            \
+  MM_KERNEL(strategy##_##format##_##dtype,                                                      \
+            (MM_IN(T, x, kSlotX), MM_IN(T, norm, kSlotNorm), MM_IN(T, arranged, kSlotY2),       \
+             MM_IN(uchar, weight, kSlotWeight), MM_RESULT(T)),                                  \
+            metalmm::Kernel<metalmm::Struct, T>::run({x, norm}, arranged, weight, {y, bias, c}, \
+                                                     args, memory, at))
 // The same of experts: run(x, ids, weight, result, args, memory, at).
 #define MM_EXPERTS(dtype, T, strategy, format, Struct, Kernel)                             \
   MM_KERNEL(                                                                               \

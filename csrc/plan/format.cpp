@@ -26,7 +26,7 @@ std::vector<Format> make_formats() {
   std::vector<Format> out;
 #define MM_DENSE(name, Struct, bytes, ...) \
   out.push_back({#name, Codec::Struct, Layout::kDense, 1, bytes, bytes});
-#define MM_BLOCK(name, Struct, values, bytes, alignment, piece, wide, packs, ...) \
+#define MM_BLOCK(name, Struct, values, bytes, alignment, piece, weave, wide, packs, ...) \
   out.push_back({#name, Codec::Struct, Layout::kBlock, values, bytes, alignment, packs != 0});
 #define MM_AFFINE(name, Struct, bits, ...)                        \
   for (Format& f : affine_variants(#name, Codec::Struct, bits)) { \

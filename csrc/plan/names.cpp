@@ -53,9 +53,10 @@ Activation activation_by_name(std::string_view name) {
 std::vector<StrategyId> strategies_of(Op op) {
   using S = StrategyId;
   std::vector<S> out;
-  const auto binds = [&](uint32_t slots) {
+  const auto binds = [&](uint32_t slots, uint32_t or_slots) {
     for (int i = 0; i < kNumStrategies; ++i) {
-      if (info_of(static_cast<S>(i)).slots == slots) out.push_back(static_cast<S>(i));
+      const uint32_t of = info_of(static_cast<S>(i)).slots;
+      if (of == slots || of == or_slots) out.push_back(static_cast<S>(i));
     }
   };
   switch (op) {
@@ -65,9 +66,9 @@ std::vector<StrategyId> strategies_of(Op op) {
 #define MM_PLANNED(op, name, strategy) MM_SINGLE(op, name, strategy, )
 #include "problems.def"
     case Op::kLinear:
-      binds(kBindGemv);
-      binds(kBindArranged);
-      binds(kBindMatmul);
+      binds(kBindGemv, kBindGemvArranged);
+      binds(kBindArranged, kBindArranged);
+      binds(kBindMatmul, kBindMatmul);
       out.push_back(S::dense);
       out.push_back(S::split_reduce);
       break;
@@ -101,8 +102,8 @@ std::vector<std::string> all_kernel_names() {
       const bool is_needed = is_stored(static_cast<Codec>(c));
       if (is_of_caches(info_of(strategy).family) && !is_needed) continue;
       for (int d = 0; d < kNumDTypes; ++d) {
-        const bool is_half = static_cast<DType>(d) == DType::kF16;
-        if (info_of(strategy).family == Family::Halves && !is_half) continue;
+        const bool is_arranged = static_cast<DType>(d) != DType::kBF16;
+        if (info_of(strategy).family == Family::Arrange && !is_arranged) continue;
         out.push_back(kernel_name(strategy, static_cast<Codec>(c), static_cast<DType>(d)));
       }
     }

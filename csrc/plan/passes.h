@@ -48,7 +48,7 @@ void require(bool is_allowed, const char* name, int64_t given, const Words&... a
 }
 
 // Torch: no kernel of its own, torch's matmul between passes of another row.
-enum class Family { Matmul, Rows, Flat, Halves, Groups, Single, Append, Attention, Torch };
+enum class Family { Matmul, Rows, Flat, Arrange, Groups, Single, Append, Attention, Torch };
 
 // A row of strategies.def with the numbers of its Geometry; 0 where the family has none.
 struct StrategyInfo {
@@ -78,14 +78,15 @@ inline bool takes_norm(StrategyId strategy) {
 
 // Values of K that a lane takes at a step. Choices depend on it, no result.
 struct Piece {
-  int values;
+  int values, weave;
   bool is_wide;  // gemv_wide_n may take it
 };
 
 constexpr Piece kPieces[] = {
-#define MM_DENSE(name, Struct, bytes, piece, wide) {piece, wide != 0},
-#define MM_BLOCK(name, Struct, values, bytes, alignment, piece, wide, ...) {piece, wide != 0},
-#define MM_AFFINE(name, Struct, bits, piece, wide) {piece, wide != 0},
+#define MM_DENSE(name, Struct, bytes, piece, wide) {piece, piece, wide != 0},
+#define MM_BLOCK(name, Struct, values, bytes, alignment, piece, weave, wide, ...) \
+  {piece, weave, wide != 0},
+#define MM_AFFINE(name, Struct, bits, piece, wide) {piece, piece, wide != 0},
 #include "metal/formats.def"
 };
 constexpr Piece piece_of(Codec codec) { return kPieces[static_cast<int>(codec)]; }
@@ -93,7 +94,8 @@ constexpr Piece piece_of(Codec codec) { return kPieces[static_cast<int>(codec)];
 // The formats that a shader quantizes, as metal/formats/each_stored.h has them.
 constexpr bool kStored[] = {
 #define MM_DENSE(...) true,
-#define MM_BLOCK(name, Struct, values, bytes, alignment, piece, wide, packs, stored) stored != 0,
+#define MM_BLOCK(name, Struct, values, bytes, alignment, piece, weave, wide, packs, stored) \
+  stored != 0,
 #define MM_AFFINE(...) false,
 #include "metal/formats.def"
 };
@@ -164,11 +166,11 @@ Pass reduce_pass(Problem problem, const Parts& parts);
 // Rows of x up to which gemv_batched was measured to be the faster: MM_BATCHED of tuning.def.
 std::optional<int64_t> measured_batched_max_m(const Problem& problem, const Gpu& gpu);
 
-// Whether `main`, a pass of the strategy, takes x in an order that another pass writes; that pass;
-// the bytes of x that it writes.
-bool takes_arranged(StrategyId strategy, const Pass& main);
-Pass arrange_pass(const Problem& problem, const Pass& main);
-size_t arranged_bytes(const Problem& problem, const Pass& arrange);
+// Whether `main`, a pass of the strategy, takes x in an order that another pass writes; that pass,
+// of which main is told what it has to know; the bytes of x that it writes.
+bool takes_arranged(StrategyId strategy, const Problem& problem, const Gpu& gpu, const Pass& main);
+Pass arrange_pass(StrategyId strategy, const Problem& problem, Pass& main);
+size_t arranged_bytes(const Pass& arrange);
 
 // What rows of weights, or slots of a cache, allow their loads: BoundsBits.
 uint32_t bounds_of_weights(const Problem& problem, const KernelArgs& args);

@@ -322,9 +322,9 @@ Plan plan(const Problem& problem, const Gpu& gpu, std::optional<StrategyId> stra
   Pass main = main_pass(chosen, problem, parts, is_split);
   choose_loads(chosen, problem, gpu, main);
   choose_batch(chosen, problem, gpu, main);
-  if (takes_arranged(chosen, main)) {
-    out.passes.push_back(arrange_pass(problem, main));
-    out.arranged_bytes = arranged_bytes(problem, out.passes.front());
+  if (takes_arranged(chosen, problem, gpu, main)) {
+    out.passes.push_back(arrange_pass(chosen, problem, main));
+    out.arranged_bytes = arranged_bytes(out.passes.front());
     out.main = 1;
   }
   out.passes.push_back(std::move(main));

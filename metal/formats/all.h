@@ -19,12 +19,14 @@ namespace metalmm {
 
 // Pieces have the values of their row. They fill units, units fill blocks and chunks; both are
 // reached with 32 lanes.
-template <class Format, int piece>
+template <class Format, int piece, int weave>
 struct FormatCheck {
   using Pieces = typename Format::Pieces;
   using Terms = typename Format::Terms;
   MM_CONST int kUnit = Pieces::kLanes * Pieces::kValues, kBlock = Format::Storage::kBlockValues;
   static_assert(Pieces::kValues == piece, "");
+  static_assert(Pieces::kRunStride * piece == Pieces::kRun * weave, "");
+  static_assert(weave == piece || Pieces::kRunStride == piece, "");
   static_assert(kSimdWidth % Pieces::kLanes == 0, "");
   static_assert(kBlock % kUnit == 0 || kUnit % kBlock == 0, "");
   static_assert(Pieces::kRun % 4 == 0 && Pieces::kValues % Pieces::kRun == 0, "");
@@ -36,15 +38,15 @@ struct FormatCheck {
 #define MM_DENSE(name, Struct, bytes, piece, wide)                                           \
   static_assert(Struct::Storage::kBlockValues == 1 && Struct::Storage::kBlockBytes == bytes, \
                 #name);                                                                      \
-  static_assert(FormatCheck<Struct, piece>::kOk, #name);
-#define MM_BLOCK(name, Struct, values, bytes, alignment, piece, wide, ...)                        \
+  static_assert(FormatCheck<Struct, piece, piece>::kOk, #name);
+#define MM_BLOCK(name, Struct, values, bytes, alignment, piece, weave, wide, ...)                 \
   static_assert(Struct::Storage::kBlockValues == values && Struct::Storage::kBlockBytes == bytes, \
                 #name);                                                                           \
   static_assert(Struct::Storage::kHasWidths == (alignment == 2), #name);                          \
-  static_assert(FormatCheck<Struct, piece>::kOk, #name);
+  static_assert(FormatCheck<Struct, piece, weave>::kOk, #name);
 #define MM_AFFINE(name, Struct, bits, piece, wide)                                                \
   static_assert(Struct::Storage::kBlockBytes * 8 == Struct::Storage::kBlockValues * bits, #name); \
-  static_assert(FormatCheck<Struct, piece>::kOk, #name);
+  static_assert(FormatCheck<Struct, piece, piece>::kOk, #name);
 #include "../formats.def"
 
 }  // namespace metalmm

@@ -4,7 +4,8 @@
 // Owner    a simdgroup owns GemvBatched::kRows rows of W and fc_batch rows of x; it walks all of K
 //          for kRows of them at a time, or for all of them where x stays in registers (keeps_x()).
 // Traffic  every byte of W once per fc_batch rows of x, decoded once; x once per simdgroup and
-//          as many rows of W as are walked together.
+//          as many rows of W as are walked together. Floats that lanes read 64 bytes apart touch
+//          16 lines of 128 bytes a load; in the order of the lanes (arrange_x) 4.
 // Needs    threadgroup memory for the codebook; registers for kBatchPerPass * kRows sums and the
 //          codes of kRows rows.
 //
@@ -24,6 +25,7 @@ template <class Format, class T>
 struct GemvBatch {
   MM_CONST int kRows = batched_rows(Format::Pieces::kValues);
   MM_CONST int kPass = batched_pass(Format::Pieces::kValues), kAll = GemvBatched::kRows;
+  MM_CONST int kVector = 16 / sizeof(T);
   static_assert(kAll % kRows == 0, "walks of equal size");
 
   using Storage = typename Format::Storage;
@@ -49,6 +51,23 @@ struct GemvBatch {
     return uint(m) < fc_batch && (!has_m_tail() || uint(m) < xs.count);
   }
 
+  // A lane's piece of x from where it begins.
+  template <class Terms>
+  static METAL_FUNC void load(XRow row, thread XPiece<Format, Terms>& x, thread float& squares) {
+    if (!x_is_arranged()) {
+      load_piece<Format, Source>(row, x, squares);
+      return;
+    }
+    MM_UNROLL
+    for (int i = 0; i < Format::Pieces::kValues; i += kVector) {
+      float values[kVector];
+      load_values(row.x + i * kSimdWidth, values);
+      MM_UNROLL
+      for (int j = 0; j < kVector; ++j) x.x[i + j] = values[j];
+    }
+    sum_for_offsets(x);
+  }
+
   // acc[m][r] += the lane's share of row r of W times row m of x, squares[m] that of its squares.
   template <class Terms, int kCount>
   static METAL_FUNC void walk(thread const Rows<Format, kCount> (&set)[1], XRows xs, KRange k,
@@ -57,7 +76,8 @@ struct GemvBatch {
     thread const Rows<Format, kCount>& rows = set[0];
     const Walk<Format> w = Walk<Format>::of(k, lane, 0, 1);
     typename Storage::Cursor cursor = Storage::start(rows.first, w.first, w.piece);
-    XRow x_at = Source::at(xs.first, Walk<Format>::first_value(w));
+    const uint first_x = x_is_arranged() ? lane * kVector : Walk<Format>::first_value(w);
+    XRow x_at = Source::at(xs.first, first_x);
     for (uint unit = w.first; unit < w.end; unit += w.stride) {
       typename Format::Raw raw[kCount];
       MM_UNROLL
@@ -70,7 +90,7 @@ struct GemvBatch {
         XPiece<Format, Terms> x[kKeptRows];
         MM_UNROLL
         for (int m = 0; m < kKeptRows; ++m) {
-          load_piece<Format, Source>(row, x[m], squares[m]);
+          load(row, x[m], squares[m]);
           if (has_row(m + 1, xs)) row.x += xs.stride;  // else the last row again
         }
         MM_UNROLL
@@ -88,7 +108,7 @@ struct GemvBatch {
         for (int m = 0; m < kPass; ++m) {
           if (has_row(m, xs)) {
             XPiece<Format, Terms> x;
-            load_piece<Format, Source>(row, x, squares[m]);
+            load(row, x, squares[m]);
             row.x += xs.stride;
             MM_UNROLL
             for (int r = 0; r < kCount; ++r) acc[m][r] = dot(p[r], x, acc[m][r]);
@@ -107,8 +127,10 @@ struct GemvBatch {
     }
   }
 
-  static METAL_FUNC void run(Activations<T> x, device const uchar* weight, Result<T> result,
-                             constant KernelArgs& args, threadgroup float4* memory, Position at) {
+  static METAL_FUNC void run(Activations<T> x, device const T* arranged, device const uchar* weight,
+                             Result<T> result, constant KernelArgs& args,
+                             threadgroup float4* memory, Position at) {
+    if (x_is_arranged()) x.x = arranged;
     threadgroup half2* book = reinterpret_cast<threadgroup half2*>(memory);
     fill<Format>(book, at.index, GemvBatched::kThreads);
     const uint first = at.tg.y * GemvBatched::kN + at.sg * kAll;

@@ -55,6 +55,19 @@ def test_one_hot_gives_the_weight(name: str, kernel: str) -> None:
     assert len(wrong) == 0, (dtype, wrong[:3].tolist())
 
 
+@pytest.mark.every_format
+@pytest.mark.parametrize("name", FORMATS)
+def test_x_in_the_order_of_lanes_changes_no_bit(name: str) -> None:
+    """Rows of floats that arrange_x puts in the order of gemv_batched's lanes, which read them as
+    they lie where W is dense: in whole passes, and in one that is not full."""
+    k, n = two_loops(name), 64
+    packed, x = random_weight(name, n, k), activations(8, k)
+    alone = linear("gemv", name, packed, x, chip=_C.CUDA)
+    for m in (2, 7, 8):
+        y = linear("gemv_batched", name, packed, x[:m], chip=_C.CUDA)
+        assert torch.equal(y, alone[:m]), m
+
+
 def test_ids_out_of_range_stay_inside_the_table() -> None:
     """The host checks ids; the kernel, if it is given a wrong one, reads no other memory."""
     packed = random_weight("q4_0", 4, 32)

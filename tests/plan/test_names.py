@@ -46,7 +46,7 @@ def test_properties_of_strategies() -> None:
 
 
 def test_kernel_names() -> None:
-    """The names are strategies.def times formats.def times the dtypes, of Halves f16 alone."""
+    """The names are strategies.def times formats.def times the dtypes, of Arrange not bf16."""
     names = _C.kernel_names()
     assert len(names) == len(set(names))
     assert set(names) == {

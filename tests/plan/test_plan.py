@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from plan_cases import CHIPS, DTYPES, MS, NKS, stored, strategy_of
+from plan_cases import CHIPS, DTYPES, MS, NKS, pieces, stored, strategy_of
 
 from torch_metalmm import _C, formats
 from torch_metalmm.tools import explain
@@ -301,23 +301,38 @@ def check_dense(p: dict[str, Any], plan: dict[str, Any]) -> None:
 
 def check_arranged(p: dict[str, Any], plan: dict[str, Any]) -> None:
     """A pass before the tiles of more than 8 rows writes all of x, rounded up to whole tiles and
-    steps, in runs of 8 values."""
+    steps, in runs of 16 bytes; before gemv_batched of floats, on NVIDIA, rounded up to steps."""
     assert plan["main"] == (plan["arranged_bytes"] > 0)
     main = plan["passes"][plan["main"]]
-    row = _C.strategy(strategy_of(main["kernel"]))
-    batch = main["constants"]["batch"]
-    takes = strategy_of(main["kernel"]) == "gemm_small" and batch > 8 and p["k"] > 0
-    assert bool(plan["main"]) == takes
-    if takes:
-        runs = main["grid"][0] * batch * (-(-p["k"] // row["k"]) * row["k"] // 8)
+    strategy, bits = strategy_of(main["kernel"]), _C.BOUNDS_BITS
+    batch, bounds = main["constants"]["batch"], main["constants"]["bounds"]
+    tiles = strategy == "gemm_small" and batch > 8
+    cores = (_C.gpu(p["chip"]) | p["gpu"])["cores"]
+    vectors = strategy == "gemv_batched" and p["dtype"] == "f32" and plan["chip"] == _C.CUDA
+    vectors &= p["format"] not in formats.DTYPES and p["m"] * p["n"] >= 128 * cores
+    kept = _C.EPILOGUE_BITS["norm"] | _C.EPILOGUE_BITS["partial"]
+    vectors &= main["constants"]["epilogue"] & kept == 0
+    assert bool(plan["main"]) == ((tiles or vectors) and p["k"] > 0)
+    assert (bounds & bits["arranged_x"] > 0) == (plan["main"] == 1 and vectors)
+    if plan["main"]:
+        step = (
+            32 * pieces()[re.sub(r"_g\d+.*", "", p["format"])]
+            if vectors
+            else _C.strategy(strategy)["k"]
+        )
+        values = ceil(p["k"] / step) * step
+        rows = p["m"] if vectors else main["grid"][0] * batch
+        item = formats.DTYPES[p["dtype"]].itemsize
         one = plan["passes"][0]
-        assert one["kernel"] == f"arrange_x_{p['dtype']}" and one["args"]["count"] == runs
-        assert covers(one["grid"][0], one["group"][0], runs) and one["grid"][1:] == [1, 1]
-        assert plan["arranged_bytes"] == runs * 8 * formats.DTYPES[p["dtype"]].itemsize
-        assert one["args"]["x_stride"] == main["args"]["x_stride"]
+        assert one["kernel"] == f"arrange_x_{p['dtype']}"
+        assert one["args"]["count"] == rows * values * item // 16
+        assert covers(one["grid"][0], one["group"][0], one["args"]["count"])
+        assert one["grid"][1:] == [1, 1] and plan["arranged_bytes"] == rows * values * item
+        assert main["args"]["x_stride"] == (values if vectors else one["args"]["x_stride"])
         assert one["constants"]["batch"] == batch and one["constants"]["k"] == p["k"]
-        aligned = _C.BOUNDS_BITS["aligned_x"]
-        assert (one["constants"]["bounds"] ^ main["constants"]["bounds"]) & aligned == 0
+        own = one["constants"]["bounds"]
+        assert own & bits["k"] == (bits["k"] if p["k"] % step else 0)
+        assert bounds & bits["aligned_x"] if vectors else (own ^ bounds) & bits["aligned_x"] == 0
 
 
 @settings(max_examples=1000)

@@ -27,9 +27,9 @@ def test_rows_are_planned_as_the_row_alone(chip: str, dtype: str, format: str) -
         wanted = OF_SEVERAL[strategy_of(alone["passes"][0]["kernel"])]
         for m in range(2, MOST + 1):
             plan = _C.plan(m=m, exact_rows=True, **sizes)
-            assert strategy_of(plan["passes"][0]["kernel"]) == wanted
-            assert len(plan["passes"]) == len(alone["passes"]) and not plan["dense"]
-            for one, of_one in zip(plan["passes"], alone["passes"], strict=True):
+            passes = plan["passes"][plan["main"] :]
+            assert strategy_of(passes[0]["kernel"]) == wanted and not plan["dense"]
+            for one, of_one in zip(passes, alone["passes"], strict=True):
                 assert all(
                     one["args"][key] == of_one["args"][key] for key in ("parts", "k_per_part")
                 )
@@ -65,12 +65,15 @@ def test_a_query_has_its_own_parts(chip: str, group: int) -> None:
 
 @pytest.mark.parametrize("m", range(2, MOST + 1))
 def test_passes_of_two_rows_where_lines_of_x_bound_an_nvidia_gpu(m: int) -> None:
-    """Affine formats, and x in f32 where a lane owns 32 values; a last pass may have one row."""
-    cells = [("affine4_g64", "f16", 2), ("q4_k", "f32", 2), ("q4_k", "f16", 4), ("q4_0", "f32", 8)]
-    for format, dtype, most in cells:
-        sizes = {"n": 14336, "k": 4096, "format": format, "dtype": dtype}
+    """Affine formats, and x in f32 where a lane owns 32 values and x is not arranged, as with a
+    norm; a last pass may have one row."""
+    cells = [("affine4_g64", "f16", False, 2), ("q4_k", "f32", True, 2), ("q4_k", "f16", True, 4)]
+    cells += [("q4_0", "f32", True, 8), ("affine4_g64", "f32", False, 2), ("q4_k", "f32", False, 4)]
+    for format, dtype, norm, most in cells:
+        sizes = {"n": 14336, "k": 4096, "format": format, "dtype": dtype, "norm": norm}
         for chip, rows in ((_C.CUDA, most), ("m4-max", 8 if format == "q4_0" else 4)):
-            one = _C.plan(m=m, strategy="gemv_batched", chip=chip, **sizes)["passes"][0]
+            plan = _C.plan(m=m, strategy="gemv_batched", chip=chip, **sizes)
+            one = plan["passes"][plan["main"]]
             passes, batch = one["grid"][0], one["constants"]["batch"]
             assert passes == -(-m // rows) and batch == -(-m // passes)
             assert bool(one["constants"]["bounds"] & M_TAIL) == (passes * batch > m)

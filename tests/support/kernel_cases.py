@@ -105,7 +105,11 @@ def case(kernel: str, number: int) -> Case:
     if strategy.startswith("attention_"):
         return attention_case(kernel, strategy, dtype, pick)
     if strategy == "arrange_x":
-        mnk = pick.randint(9, 32), pick.randint(1, 70), 32 * pick.randint(1, 30)
+        k = 32 * pick.randint(1, 30)
+        if dtype == torch.float32:
+            mnk = pick.randint(7, 8), 20 * CORES, k
+            return matmul_case(kernel, "gemv_batched", "q4_0", mnk, dtype, pick)
+        mnk = pick.randint(9, 32), pick.randint(1, 70), k
         return matmul_case(kernel, "gemm_small", "q8_0", mnk, dtype, pick)
     name = format_of(kernel, strategy, pick)
     k = values_of_k(formats.get(name).block_values, number, pick)

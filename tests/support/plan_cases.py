@@ -62,7 +62,7 @@ STRATEGIES = list(strategy_rows())
 
 def dtypes_of(strategy: str) -> tuple[str, ...]:
     """The dtypes of x that the strategy has kernels for."""
-    return ("f16",) if strategy_rows()[strategy] == "Halves" else DTYPES
+    return ("f16", "f32") if strategy_rows()[strategy] == "Arrange" else DTYPES
 
 
 def strategy_of(kernel: str) -> str:

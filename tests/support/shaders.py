@@ -102,6 +102,7 @@ def linear(
     packed: Tensor,
     x: Tensor,
     *,
+    chip: str = "m1",
     gpu: dict[str, int] | None = None,
 ) -> Tensor:
     """x Wᵀ by one strategy. gpu: what the chip differs in."""
@@ -113,6 +114,7 @@ def linear(
             "weight": memory_of(packed),
             "y": torch.full((m, n), torch.nan, dtype=x.dtype),
         },
+        chip=chip,
         gpu=gpu,
         m=m, n=n, k=k, format=name, strategy=strategy,
     )  # fmt: skip

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 METAL = Path(__file__).resolve().parents[2] / "metal"
-_SLOTS = r"kBind(Matmul|Gemv|Arranged|Experts)"
+_SLOTS = r"kBind(Matmul|Gemv|Arranged|GemvArranged|Experts)"
 _ROW = re.compile(rf"^MM_STRATEGY\((\w+), *Matmul, *\w+, *{_SLOTS}, *(\w+)\)", re.M)
 _COLUMNS = 100  # of a line of clang-format
 
@@ -30,9 +30,10 @@ def header_of(kernel: str, metal: Path) -> str:
 def shaders(metal: Path = METAL) -> Iterator[tuple[Path, str]]:
     """The file and the text of every strategy that has a Kernel in its row."""
     for name, slots, kernel in _ROW.findall((metal / "strategies.def").read_text()):
+        entry = re.sub(r"(?=[A-Z])", "_", slots).upper()
         macro, each = (
             "#define MM_FORMAT(name, Struct)",
-            f"MM_EACH_DTYPE(MM_{slots.upper()}, {name}, name, Struct, {kernel})",
+            f"MM_EACH_DTYPE(MM{entry}, {name}, name, Struct, {kernel})",
         )
         line = f"{macro} {each}"
         if len(line) > _COLUMNS:

@@ -46,6 +46,7 @@ BOUNDS = {
     "word_blocks": "blocks read by 4 bytes",
     "long_blocks": "blocks read by 8 bytes",
     "subnormals": "codes as subnormal halves",
+    "arranged_x": "x in the order of lanes",
 }
 
 

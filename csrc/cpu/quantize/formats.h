@@ -14,7 +14,7 @@ namespace metalmm::cpu::quant {
 // One block by the rules of the Python class of that name; a row that is only read has none.
 #define MM_PACKS_0(name)
 #define MM_PACKS_1(name) void quantize_##name(const float* x, uint8_t* out);
-#define MM_BLOCK(name, Struct, values, bytes, alignment, piece, wide, packs, ...) \
+#define MM_BLOCK(name, Struct, values, bytes, alignment, piece, weave, wide, packs, ...) \
   MM_PACKS_##packs(name)
 #include "metal/formats.def"
 #undef MM_PACKS_0

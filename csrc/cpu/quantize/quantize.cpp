@@ -43,8 +43,8 @@ void quantize_row(const Format& f, const float* x, int64_t k, uint8_t* out,
 #define MM_PACKS_0(...) break;  // f.packs is false: refused before
 #define MM_PACKS_1(name, values, bytes) \
   return quantize_blocks<values, bytes, quant::quantize_##name>(x, k, out);
-#define MM_BLOCK(name, Struct, values, bytes, alignment, piece, wide, packs, ...) \
-  case Codec::Struct:                                                             \
+#define MM_BLOCK(name, Struct, values, bytes, alignment, piece, weave, wide, packs, ...) \
+  case Codec::Struct:                                                                    \
     MM_PACKS_##packs(name, values, bytes)
 #define MM_AFFINE(name, Struct, bits, ...) \
   case Codec::Struct:                      \

@@ -1,5 +1,5 @@
 // Few rows of x: how many gemv_batched takes where that was measured, and the pass that puts them
-// in the order of gemm_small's lanes (metal/tile/arranged.h).
+// in the order of the lanes of gemm_small or of gemv_batched (metal/kernels/arrange_x.h).
 #include "metal/geometry.h"
 #include "plan/passes.h"
 
@@ -19,6 +19,12 @@ constexpr Batched kBatched[] = {
 #include "plan/tuning.def"
 };
 
+// Products of a row of W and a row of x for each core from which gemv_batched of floats wins by x
+// in the order of its lanes more than the pass takes, 2.5 us. H200, K = 4096, 14336 rows of W, us
+// saved at M = 2, 4, 8: q4_0 8.5, 16, 26; q8_0 3.5, 12, 16; q4_k 9.2, 15, 28; q6_k 1.1, 9.1, 24;
+// affine4 25, 45, 88: 8 and more for 200 products a core, all but q8_0 and q6_k at M = 2.
+constexpr int64_t kArrangedProducts = 128;
+
 }  // namespace
 
 std::optional<int64_t> measured_batched_max_m(const Problem& p, const Gpu& gpu) {
@@ -30,28 +36,42 @@ std::optional<int64_t> measured_batched_max_m(const Problem& p, const Gpu& gpu) 
   return std::nullopt;
 }
 
-bool takes_arranged(StrategyId strategy, const Pass& main) {
-  return info_of(strategy).slots == kBindArranged && main.args.k > 0 &&
-         main.constants[kConstantBatch] > kFragment;
+bool takes_arranged(StrategyId strategy, const Problem& p, const Gpu& gpu, const Pass& main) {
+  if (main.args.k == 0) return false;
+  if (strategy == StrategyId::gemm_small) return main.constants[kConstantBatch] > kFragment;
+  // With a norm lanes would read its weight as they read x; a part may begin within a step.
+  const bool is_whole = !(main.constants[kConstantEpilogue] & (kEpilogueNorm | kEpiloguePartial));
+  return strategy == StrategyId::gemv_batched && p.dtype == DType::kF32 && is_whole &&
+         gpu.accelerator == Accelerator::kTensorCores && p.format->layout != Layout::kDense &&
+         product(p.m, p.n) >= kArrangedProducts * gpu.cores;
 }
 
-Pass arrange_pass(const Problem& p, const Pass& main) {
+Pass arrange_pass(StrategyId strategy, const Problem& p, Pass& main) {
   const StrategyInfo& s = info_of(StrategyId::arrange_x);
-  const int64_t values = product(ceil_div(p.k, GemmSmallTile::kK), GemmSmallTile::kK);
-  const int64_t rows = product(main.grid[0], main.constants[kConstantBatch]);
+  const bool is_vector = strategy == StrategyId::gemv_batched;
+  const Piece piece = piece_of(p.format->codec);
+  const int64_t step = is_vector ? kSimdWidth * piece.values : GemmSmallTile::kK;
+  const int64_t values = product(ceil_div(p.k, step), step);
+  const int64_t rows = is_vector ? p.m : product(main.grid[0], main.constants[kConstantBatch]);
   Pass out = bare_pass(StrategyId::arrange_x, Codec::kCount, p.dtype, main.args);
-  out.args.count = u32(product(rows, values) / s.values, "x");
+  out.args.count = u32(product(product(rows, values), dtype_bytes(p.dtype)) / s.values, "x");
   out.grid = flat_grid(out.args.count, s.threads);
   for (const int constant : {kConstantK, kConstantBatch}) {
     out.constants[constant] = main.constants[constant];
   }
   out.constants[kConstantBounds] = main.constants[kConstantBounds] & (kBoundsK | kBoundsAlignedX);
+  if (is_vector) {
+    out.args.n = static_cast<uint32_t>(piece.values);
+    out.args.heads = static_cast<uint32_t>(piece.weave / piece.values);
+    if (p.k % step) out.constants[kConstantBounds] |= kBoundsK;
+    main.args.x_stride = values;
+    main.constants[kConstantBounds] |= kBoundsArrangedX | kBoundsAlignedX;
+  }
   return out;
 }
 
-size_t arranged_bytes(const Problem& p, const Pass& arrange) {
-  const int64_t values = info_of(StrategyId::arrange_x).values;
-  return static_cast<size_t>(product(product(arrange.args.count, values), dtype_bytes(p.dtype)));
+size_t arranged_bytes(const Pass& arrange) {
+  return static_cast<size_t>(product(arrange.args.count, info_of(StrategyId::arrange_x).values));
 }
 
 }  // namespace metalmm

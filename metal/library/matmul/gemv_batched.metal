@@ -4,5 +4,6 @@
 #include "../../entry.h"
 #include "../../formats/all.h"
 
-#define MM_FORMAT(name, Struct) MM_EACH_DTYPE(MM_GEMV, gemv_batched, name, Struct, GemvBatch)
+#define MM_FORMAT(name, Struct) \
+  MM_EACH_DTYPE(MM_GEMV_ARRANGED, gemv_batched, name, Struct, GemvBatch)
 #include "../../formats/each.h"
