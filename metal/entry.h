@@ -117,19 +117,13 @@ struct Result {
       (MM_IN(T, x, kSlotX), MM_IN(T, norm, kSlotNorm), MM_IN(uchar, weight, kSlotWeight), \
        MM_RESULT(T)),                                                                     \
       metalmm::Kernel<metalmm::Struct, T>::run({x, norm}, weight, {y, bias, c}, args, memory, at))
-// Either of x that may lie in the order of lanes: run(x, arranged, weight, ...).
+// The same of x that may lie in the order of lanes: run(x, arranged, weight, ...).
 #define MM_ARRANGED(dtype, T, strategy, format, Struct, Kernel)                                   \
   MM_KERNEL(strategy##_##format##_##dtype,                                                        \
             (MM_IN(T, x, kSlotX), MM_IN(T, arranged, kSlotY2), MM_IN(uchar, weight, kSlotWeight), \
              MM_RESULT(T)),                                                                       \
             metalmm::Kernel<metalmm::Struct, T>::run(x, arranged, weight, {y, bias, c}, args,     \
                                                      memory, at))
-#define MM_GEMV_ARRANGED(dtype, T, strategy, format, Struct, Kernel)                            \
-  MM_KERNEL(strategy##_##format##_##dtype,                                                      \
-            (MM_IN(T, x, kSlotX), MM_IN(T, norm, kSlotNorm), MM_IN(T, arranged, kSlotY2),       \
-             MM_IN(uchar, weight, kSlotWeight), MM_RESULT(T)),                                  \
-            metalmm::Kernel<metalmm::Struct, T>::run({x, norm}, arranged, weight, {y, bias, c}, \
-                                                     args, memory, at))
 // The same of experts: run(x, ids, weight, result, args, memory, at).
 #define MM_EXPERTS(dtype, T, strategy, format, Struct, Kernel)                             \
   MM_KERNEL(                                                                               \

@@ -282,25 +282,6 @@ void choose_loads(StrategyId strategy, const Problem& p, const Gpu& gpu, Pass& p
   }
 }
 
-// On an NVIDIA GPU lines of L1 bound gemv_batched where lanes read x 64 bytes or more apart: passes
-// of kKeptRows, whose x serves twice as many rows of W, read and decode W more often and take less
-// time. H200, 14336 x 4096, us at M = 4 and 8, passes of 4 and of 2: affine4 40.9, 73.8 and 31.8,
-// 57.6; x f32 126, 247 and 73.8, 141, q4_k 74.3, 139 and 48.8, 89.9. Not so q6_k, f16: 38.7
-// and 45.3. Arranged: affine4 32.0, 56.9 and 29.0, 52.6, q4_k no difference, q6_k 39.0 and 46.1.
-void choose_batch(StrategyId strategy, const Problem& p, const Gpu& gpu, Pass& pass) {
-  const bool is_f32 = p.dtype == DType::kF32 && !takes_arranged(strategy, p, gpu, pass);
-  const bool is_apart = p.format && (p.format->layout == Layout::kAffine || is_f32);
-  if (strategy != StrategyId::gemv_batched || gpu.accelerator != Accelerator::kTensorCores ||
-      !is_apart || piece_of(p.format->codec).values <= 16) {
-    return;
-  }
-  pass.constants[kConstantBatch] = std::min<uint32_t>(pass.constants[kConstantBatch], kKeptRows);
-  pass.grid[0] = u32(ceil_div(p.m, pass.constants[kConstantBatch]), "m");
-  uint32_t& bounds = pass.constants[kConstantBounds];
-  bounds &= ~static_cast<uint32_t>(kBoundsM);
-  if (p.m % pass.constants[kConstantBatch]) bounds |= kBoundsM;
-}
-
 const StrategyInfo& info_of(StrategyId strategy) { return kStrategies[static_cast<int>(strategy)]; }
 
 int64_t heads_of(const RopeSizes& r) { return r.heads + product(r.kv_heads, 2); }

@@ -166,6 +166,9 @@ Pass reduce_pass(Problem problem, const Parts& parts);
 // Rows of x up to which gemv_batched was measured to be the faster: MM_BATCHED of tuning.def.
 std::optional<int64_t> measured_batched_max_m(const Problem& problem, const Gpu& gpu);
 
+// How many rows of x a pass of gemv_batched has, where the GPU wants fewer than it takes.
+void choose_batch(StrategyId strategy, const Problem& problem, const Gpu& gpu, Pass& pass);
+
 // Whether `main`, a pass of the strategy, takes x in an order that another pass writes; that pass,
 // of which main is told what it has to know; the bytes of x that it writes.
 bool takes_arranged(StrategyId strategy, const Problem& problem, const Gpu& gpu, const Pass& main);
@@ -177,9 +180,6 @@ uint32_t bounds_of_weights(const Problem& problem, const KernelArgs& args);
 // Of a pass of a vector kernel, how `gpu` best reads packed rows: without kBoundsLongBlocks where
 // it gains nothing by it, with kBoundsSubnormals where it keeps them.
 void choose_loads(StrategyId strategy, const Problem& problem, const Gpu& gpu, Pass& pass);
-
-// How many rows of x a pass of gemv_batched has, where the GPU wants fewer than it takes.
-void choose_batch(StrategyId strategy, const Problem& problem, const Gpu& gpu, Pass& pass);
 
 // The reason of a plan without passes.
 constexpr const char* kNoOutput = "no output: no pass";

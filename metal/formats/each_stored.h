@@ -6,7 +6,7 @@ MM_STORED_FORMAT(MM_ONLY_FORMAT, MM_ONLY_STRUCT)
 #define MM_STORED_0(name, Struct)
 #define MM_STORED_1(name, Struct) MM_STORED_FORMAT(name, Struct)
 #define MM_DENSE(name, Struct, ...) MM_STORED_FORMAT(name, Struct)
-#define MM_BLOCK(name, Struct, values, bytes, alignment, piece, wide, packs, stored) \
+#define MM_BLOCK(name, Struct, values, bytes, alignment, piece, weave, wide, packs, stored) \
   MM_STORED_##stored(name, Struct)
 #include "../formats.def"
 #undef MM_STORED_0

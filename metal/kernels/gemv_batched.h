@@ -173,3 +173,11 @@ struct GemvBatch {
 };
 
 }  // namespace metalmm
+
+// run({x, norm}, arranged, weight, ...), as MM_GEMV and MM_ARRANGED (entry.h).
+#define MM_GEMV_ARRANGED(dtype, T, strategy, format, Struct, Kernel)                            \
+  MM_KERNEL(strategy##_##format##_##dtype,                                                      \
+            (MM_IN(T, x, kSlotX), MM_IN(T, norm, kSlotNorm), MM_IN(T, arranged, kSlotY2),       \
+             MM_IN(uchar, weight, kSlotWeight), MM_RESULT(T)),                                  \
+            metalmm::Kernel<metalmm::Struct, T>::run({x, norm}, arranged, weight, {y, bias, c}, \
+                                                     args, memory, at))
