@@ -102,7 +102,10 @@ def test_another_size_is_named(engine: str, sources: Path) -> None:
     assert "static assertion failed" in found
 
 
-def test_another_piece_is_named(sources: Path) -> None:
-    """A row of the table with another piece than its struct in metal/."""
-    found = changed(sources, "Metal", "210,  2,  32,", "210,  2,  16,")
-    assert "FormatCheck<metalmm::Q6_K, 16>" in found and "== piece" in found
+@pytest.mark.parametrize(
+    ("piece", "weave", "why"), [(16, 128, "== piece"), (32, 64, "* weave"), (32, 32, "* weave")]
+)
+def test_another_piece_is_named(piece: int, weave: int, why: str, sources: Path) -> None:
+    """A row of the table with another piece or weave than its struct in metal/."""
+    found = changed(sources, "Metal", "210,  2,  32, 128,", f"210,  2,  {piece}, {weave},")
+    assert f"FormatCheck<metalmm::Q6_K, {piece}, {weave}>" in found and why in found
