@@ -158,10 +158,10 @@ template <int values>
 struct FlatGeometry {
   MM_CONST int kValues = values, kThreads = kCopyThreads;
 };
-using DecodeItems = FlatGeometry<16>;  // embedding (count rows), dequantize (N rows)
-using ResultItems = FlatGeometry<1>;   // split_reduce: M * N items
+using DecodeItems = FlatGeometry<16>;   // embedding (count rows), dequantize (N rows)
+using ResultItems = FlatGeometry<1>;    // split_reduce: M * N items
 using ArrangeItems = FlatGeometry<16>;  // arrange_x: bytes of x of whole steps and tiles
-using ProbeItems = FlatGeometry<4>;    // elementwise, act_mul: ceil(count / 4) items
+using ProbeItems = FlatGeometry<4>;     // elementwise, act_mul: ceil(count / 4) items
 
 // rms_norm and add_rms_norm: a threadgroup a row.
 struct NormGeometry {
