@@ -4,7 +4,6 @@
 #   bash bench/cuda_check.sh [build] [test] [sanitize] [time]      these four if none is named
 #   bash bench/cuda_check.sh build tokens norm                     tokens of 8B and 1B models, ops with a norm
 #   bash bench/cuda_check.sh build attention contexts              attention on caches, tokens by context and cache
-# BUDGET: seconds after which no further model is compiled.
 # TESTS: files instead of all of tests/. tests/cuda/test_cuda.py, exact and matmul take most of the time.
 # METALMM_EMULATED=FILE: results of the emulator that `python tests/support/kernel_cases.py FILE` wrote, for
 # a machine without the ziglang package. There, bring torch_metalmm/ptx/ too.
@@ -63,8 +62,7 @@ for step in "${@:-build test sanitize time}"; do
       sanitize) sanitize ;;
       time) record times matmul --shapes 128256x4096,32000x4096,14336x4096 --m 1,8,16,512 --formats "$FORMATS" \
         --engines metalmm,mv_f16,linear_f16 ;;
-      tokens) record tokens tokens --models "${MODELS:-8b,1b}" --compile --budget "${BUDGET:-240}" \
-        --repetitions 5 --new-tokens 16 ;;
+      tokens) record tokens tokens --models "${MODELS:-8b,1b}" --repetitions 5 --new-tokens 16 ;;
       norm) record norm norm --repetitions 10 ;;
       experts) record experts experts --formats q4_0,q4_k,q8_0,mxfp4,affine4_g64 --repetitions 10 ;;
       attention) record attention attention --compile --repetitions 10 --seconds 0.2 ;;

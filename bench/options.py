@@ -79,7 +79,7 @@ OPTIONS = {
     "prefill": Option("queries of a prefill (512); 0: none", int, 512, 24),
     "filled": Option("slots before a prefill (0,8k)", normal="0,8k", quick="0,100"),
     "pages": Option("caches in pages, too", bool),
-    "compile": Option("the compiled models, or flex attention, too", bool),
+    "compile": Option("compiled flex attention, too", bool),
     "models": Option(f"of {', '.join(llamas.NAMES)}", quick="tiny"),
     "no-graph": Option("cuda: leave captured graphs out", bool),
     "no-fuse": Option("leave the models after fuse_ out", bool),
@@ -94,7 +94,6 @@ OPTIONS = {
         "--tp where there is one GPU: logits of processes that share it, times of one's part", bool
     ),
     "new-tokens": Option("tokens decoded in a round (8)", int, 8, 4),
-    "budget": Option("compile for so many seconds", float, 3600.0),
     "chip": Option("whose passes are counted on a CPU (m4-max)", normal="m4-max"),
     "overhead": Option("layers of tiny weights, on the CPU: microseconds a layer", bool),
     "families": Option("what a token costs in families that are more than a Llama", bool),
@@ -195,8 +194,8 @@ MEASURES = {
     "tokens": Command(
         "models.tokens",
         "what a token costs, by part",
-        ON_DEVICE + "models compile no-graph no-fuse no-peers prompt context cache activations tp "
-        "one-device new-tokens budget chip overhead families loops draft inexact ops write mtp "
+        ON_DEVICE + "models no-graph no-fuse no-peers prompt context cache activations tp "
+        "one-device new-tokens chip overhead families loops draft inexact ops write mtp "
         "train folder told",
         {
             "cpu": {"formats": "q4_0,q4_k,q6_k,q8_0", "models": "168m,smollm2"},

@@ -176,12 +176,11 @@ SYSTEM: Column = ("system", "system", str)
 SHORT = {"attention": "attn"}
 
 
-def _host(r: Record) -> float | None:
+def _host(r: Record) -> float:
     """On a CPU what is beside the kernels, else the time until the GPU has been given the step."""
-    parts = [r[f"{kind}_ms"] for kind in TIME_KINDS]
     if r.get("device", "cpu") != "cpu":
         return r["host_ms"]
-    return None if None in parts else max(0.0, r["ms"] - sum(parts))
+    return max(0.0, r["ms"] - sum(r[f"{kind}_ms"] for kind in TIME_KINDS))
 
 
 def _variant(r: Record) -> str:

@@ -162,9 +162,7 @@ def of_model(builder: ContextBuilder) -> Iterator[Record]:
 
 
 def run(run: Run) -> Iterator[Record]:
-    """The records of every model named. ValueError: a form that is not measured here."""
+    """The records of every model named."""
     args = run.args
-    if args.compile:
-        raise ValueError("--compile: not with --cache")
     args.cache, args.contexts = cache_cost.named(args.cache), parse_ints(args.context)
     yield from records(run, ContextBuilder, of_model)

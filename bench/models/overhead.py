@@ -23,7 +23,7 @@ from ..runner import Record, Run, named
 from ..timing import Timing, by_turns, wall_clock
 from . import llamas, shares
 from .loops import token_of_answer
-from .systems import Compiled, Packed, Transformers
+from .systems import Packed, Transformers
 
 FEW, MANY = 2, 12  # layers
 HIDDEN = 64
@@ -72,7 +72,7 @@ class Stepped:
         if type(self.systems[0]) is not Transformers or self.systems[0].make:
             return dict.fromkeys(_COUNTS)
         calls = [shares.watched(lambda s=s: s.feed([1])) for s in self.systems]
-        timed = [sum((shares.in_rows(c, CPU).seconds or {}).values()) for c in calls]
+        timed = [sum(shares.in_rows(c, CPU).seconds.values()) for c in calls]
         kinds = [[call.kind for call in c] for c in calls]
 
         def each(*wanted: str | None) -> float:
@@ -158,8 +158,6 @@ def stepped(names: Sequence[str], args: Any) -> Iterator[Stepped]:
                     for how, given in (("generate", {}), ("decode", {"custom_generate": decode})):
                         of_loop = [fuse_(copy.deepcopy(m), cache="f32") for m in plain]
                         yield Generated(f"{label}, replayed, {how}", of_loop, **given)
-                if args.compile:
-                    yield Stepped(f"{label}, compiled", models, Compiled)
 
 
 def run(run: Run) -> Iterator[Record]:

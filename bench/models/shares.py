@@ -1,8 +1,8 @@
 """Where a token's time goes: products of packed weights, our other kernels, attention, all others.
 
-On cuda the profiler names every kernel that runs, and so it does of a compiled model on a CPU.
-Elsewhere the calls of ops of one step are kept, and those of each kind are called again in a row,
-without the Python between them: what a step takes beyond the rows is the host's.
+On cuda the profiler names every kernel that runs. Elsewhere the calls of ops of one step are kept,
+and those of each kind are called again in a row, without the Python between them: what a step takes
+beyond the rows is the host's.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import json
 import re
 import tempfile
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from statistics import median
@@ -88,19 +88,19 @@ def memory_of(values: object) -> set[int]:
 
 @dataclass
 class Shares:
-    """Of one token: seconds and launches of each kind (None: not known), and passes of our ops."""
+    """Of one token: seconds and launches of each kind, and passes of our ops (None: not known)."""
 
-    seconds: dict[str, float] | None = None
-    launches: dict[str, int] | None = None
+    seconds: dict[str, float]
+    launches: dict[str, int]
     passes: int | None = None
-    names: dict[str, float] = field(default_factory=dict)  # seconds by kernel, or by op
+    names: dict[str, float] = field(default_factory=dict)  # seconds by kernel
     ops: dict[str, int] = field(default_factory=dict)  # how often each op is called
 
     def record(self) -> dict[str, Any]:
         out: dict[str, Any] = {"passes": self.passes}
         for kind in KINDS:
-            out[f"{kind}_ms"] = 1e3 * self.seconds[kind] if self.seconds else None
-            out[f"{kind}_launches"] = self.launches[kind] if self.launches else None
+            out[f"{kind}_ms"] = 1e3 * self.seconds[kind]
+            out[f"{kind}_launches"] = self.launches[kind]
         out["by_name_us"] = {n: round(1e6 * s, 2) for n, s in self.names.items()}
         out["ops"] = self.ops
         return out
@@ -187,24 +187,11 @@ def kind_of_op(name: str, is_view: bool) -> str | None:
     return "others"
 
 
-def kind_of_event(name: str) -> str | None:
-    """Of KINDS, for a name in the trace of a CPU; None for what computes nothing."""
-    if "cpp_fused" in name:  # compiled
-        return "others"
-    if not name.startswith(("aten::", "metalmm::")):
-        return None
-    schemas = torch._C._jit_get_schemas_for_operator(name)
-    return kind_of_op(name, any(map(gives_views, schemas)))
-
-
 def of_trace(events: Iterable[dict[str, Any]], steps: int) -> Shares:
-    """The shares of one of `steps` tokens in the events of a trace of the profiler.
-
-    Where it has no kernels of a GPU its ops count, without those that other ops call.
-    """
-    found = [e for e in events if e.get("cat") in ("cpu_op", "kernel", "gpu_memcpy", "gpu_memset")]
-    kernels = [(e, kind_of_kernel(e["name"])) for e in found if e["cat"] != "cpu_op"]
-    counted = sorted(kernels or outermost(found), key=lambda pair: float(pair[0]["ts"]))
+    """The shares of one of `steps` tokens in the events of a trace of the profiler."""
+    found = [e for e in events if e.get("cat") in ("kernel", "gpu_memcpy", "gpu_memset")]
+    kernels = [(e, kind_of_kernel(e["name"])) for e in found]
+    counted = sorted(kernels, key=lambda pair: float(pair[0]["ts"]))
     launches, names = Counter(kind for _, kind in counted), Counter[str]()
     for event, _ in counted:
         names[event["name"]] += 1e-6 * event["dur"] / steps
@@ -219,28 +206,16 @@ def of_trace(events: Iterable[dict[str, Any]], steps: int) -> Shares:
     return Shares(seconds, {k: round(launches[k] / steps) for k in KINDS}, None, dict(names))
 
 
-def outermost(ops: Iterable[dict[str, Any]]) -> Iterator[tuple[dict[str, Any], str]]:
-    """The ops of a CPU's trace that compute and are called by no other such op, and their kinds."""
-    ends: dict[object, float] = {}
-    for op in sorted(ops, key=lambda e: (e["ts"], -e["dur"])):
-        kind = kind_of_event(op["name"])
-        if kind is not None and op["ts"] >= ends.get(op.get("tid"), 0.0):
-            ends[op.get("tid")] = op["ts"] + op["dur"]
-            yield op, kind
-
-
-def profiled(step: Callable[[], object], device: Device, steps: int = 8) -> Shares:
-    """What the profiler sees of `steps` steps: kernels of a GPU, ops of a CPU."""
+def profiled(step: Callable[[], object], steps: int = 8) -> Shares:
+    """What the profiler sees of `steps` steps on cuda."""
     from torch.profiler import ProfilerActivity, profile
 
-    synchronize = getattr(torch, device.type).synchronize
     step()
-    synchronize()
-    activity = ProfilerActivity.CUDA if device.type == "cuda" else ProfilerActivity.CPU
-    with profile(activities=[activity]) as profiler:
+    torch.cuda.synchronize()
+    with profile(activities=[ProfilerActivity.CUDA]) as profiler:
         for _ in range(steps):
             step()
-        synchronize()
+        torch.cuda.synchronize()
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "trace.json"
         profiler.export_chrome_trace(str(path))
@@ -255,14 +230,14 @@ def of_system(system: Any, token: int, device: Device, chip: str) -> Shares:
         system.feed([token])
 
     if not system.is_eager:
-        return Shares() if device.type == "mps" else profiled(step, device)
+        return profiled(step)
     calls = watched(step)
     cores = 0
     if device.type == "cuda":
         chip, cores = _C.CUDA, torch.cuda.get_device_properties().multi_processor_count
     elif device.type == "mps":
         chip = _C.mps_facts()["plans_for"]
-    shares = profiled(step, device) if device.type == "cuda" else in_rows(calls, device)
+    shares = profiled(step) if device.type == "cuda" else in_rows(calls, device)
     shares.passes = recorded_passes(calls, chip, cores)
     shares.ops = dict(Counter(call.name for call in calls if call.kind))
     return shares

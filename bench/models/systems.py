@@ -1,10 +1,9 @@
-"""Ways to run a transformers model token by token: eager, compiled, and as a captured graph; from a
-prompt, or from the middle of a sequence whose cache holds random rows."""
+"""Ways to run a transformers model token by token: eager, and as a captured graph; from a prompt,
+or from the middle of a sequence whose cache holds random rows."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from types import FunctionType
 from typing import Any, Protocol
 
 import torch
@@ -196,31 +195,6 @@ def counts(cache: Any) -> list[Tensor]:
         if name is not None or not hasattr(layer, "recurrent_states"):
             held.append(getattr(layer, name or names[0]))
     return list({id(t): t for t in held}.values())
-
-
-class Compiled(Static):
-    """The step by torch.compile; on cuda in its graphs (reduce-overhead)."""
-
-    is_eager = False
-
-    def make_step(self) -> Step:
-        from torch._inductor import config
-
-        config.cpp.enable_kernel_profile = True  # names for the profiler
-
-        def step(ids: Tensor) -> Tensor:
-            return self.run(ids)
-
-        # Code of its own: dynamo keeps what it compiles by the code, and tries one after the other.
-        own = FunctionType(step.__code__.replace(), globals(), "step", None, step.__closure__)
-        mode = "reduce-overhead" if self.device.type == "cuda" else None
-        compiled = torch.compile(own, fullgraph=True, mode=mode)
-
-        def call(ids: Tensor) -> Tensor:
-            torch.compiler.cudagraph_mark_step_begin()
-            return compiled(ids)
-
-        return call
 
 
 class Graph(Static):

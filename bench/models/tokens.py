@@ -7,13 +7,11 @@ subjects race other systems in another way (contexts.py, ranks.py).
 
 from __future__ import annotations
 
-import math
 import random
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
-from itertools import chain
 from pathlib import Path
 from statistics import median
 from typing import Any, NamedTuple
@@ -31,7 +29,7 @@ from ..shapes import parse_ints
 from ..tables import status
 from ..timing import PAUSE_SECONDS, Timing
 from . import llamas, shares
-from .systems import Compiled, Graph, Packed, System, Transformers
+from .systems import Graph, Packed, System, Transformers
 
 CHECKED_TOKENS = 32
 BEYOND = 16  # tokens that a cache of constant size has room for beyond those of a round
@@ -102,25 +100,18 @@ class Builder:
     device: Device
     dtype: torch.dtype
     folder: Path
-    deadline: float = math.inf  # on time.monotonic(): nothing more is compiled then
     skipped: list[Record] = field(default_factory=list)
 
     def skip(self, what: str, why: str, **others: Any) -> None:
         self.skipped.append({"kind": "skipped", "what": what, "why": why} | others)
 
     def entries(self) -> Iterator[Entry]:
-        dense, of_formats = [*self.dense()], []
-        yield from dense
-        yield from self.graphs(dense)
+        yield from self.and_graphs([*self.dense()])
         for name in self.args.formats.split(","):
             status(f"{self.source.name}: packing {name}")
-            of_formats.append([*self.packed(formats.get(name).name)])
-            yield from of_formats[-1]
-            yield from self.graphs(of_formats[-1])
-            yield from self.peers(name, of_formats[-1][0].weights)
-        if self.args.compile:  # one format before the others, since the budget may end
-            first, *others = of_formats
-            yield from self.compiled([*first, *dense, *chain.from_iterable(others)])
+            packed = [*self.packed(formats.get(name).name)]
+            yield from self.and_graphs(packed)
+            yield from self.peers(name, packed[0].weights)
 
     def dense(self) -> Iterator[Entry]:
         dtypes = [torch.float16] if self.device.type != "cpu" else [torch.float32, torch.bfloat16]
@@ -149,30 +140,21 @@ class Builder:
         stepped = fuse_(llamas.sharing(model), cache=dtype_name)
         yield Entry(Packed(f"{plain}, fuse_, replayed", stepped, exact), model, plain)
 
-    def graphs(self, entries: Sequence[Entry]) -> Iterator[Entry]:
-        if self.device.type == "cuda" and not self.args.no_graph:
-            yield from self.in_form(entries, Graph, "graph")
-
-    def compiled(self, entries: Sequence[Entry]) -> Iterator[Entry]:
-        for entry in self.in_form(entries, Compiled, "compiled"):
-            if time.monotonic() > self.deadline:
-                why = f"--budget of {self.args.budget} s"
-                self.skip(f"{self.source.name}, {entry.system.name}", why)
-            else:
-                yield entry
-
-    def in_form(self, entries: Sequence[Entry], form: type, word: str) -> Iterator[Entry]:
-        """The transformers models among the entries in another form, with a cache just as long."""
+    def and_graphs(self, entries: Sequence[Entry]) -> Iterator[Entry]:
+        """The entries, and on cuda those that can be captured, with a cache just as long."""
+        yield from entries
+        if self.device.type != "cuda" or self.args.no_graph:
+            return
         tokens = max(self.args.context, CHECKED_TOKENS) + self.args.new_tokens + BEYOND
         length = -(-tokens // BEYOND) * BEYOND
         for system, weights, plain in entries:
-            # A system with a cache of its own has no such form; a graph of eager dense experts
-            # cannot be, their loop waits for the device.
+            # Not a system with a cache of its own, nor eager dense experts: their loop waits for
+            # the device.
             is_plain = type(system) is Transformers and system.make is None
             if is_plain and system.experts in (None, "grouped_mm"):
-                given = (f"{system.name}, {word}", system.model, system.exact, length)
-                made = form(*given, experts=system.experts)
-                yield Entry(made, weights, plain and f"{plain}, {word}")
+                given = (f"{system.name}, graph", system.model, system.exact, length)
+                made = Graph(*given, experts=system.experts)
+                yield Entry(made, weights, plain and f"{plain}, graph")
 
     def peers(self, name: str, model: Any) -> Iterator[Entry]:
         for program in () if self.args.no_peers else PROGRAMS:
@@ -258,8 +240,7 @@ def raced(
         except Exception as e:
             if getattr(system, "is_eager", True):
                 raise
-            # torch.compile and graphs refuse what a model may do: the other systems run, the run
-            # fails.
+            # A graph refuses what a model may do: the other systems run, the run fails.
             why = f"{type(e).__name__}: {(str(e).splitlines() or [''])[0]}"
             builder.skip(f"{builder.source.name}, {system.name}", why, ok=False)
             continue
@@ -299,20 +280,19 @@ def of_model(builder: Builder) -> Iterator[Record]:
             system.feed(prompt[: args.context])
             record |= shares.of_system(system, prompt[0], device, args.chip).record()
             if device.type == "cuda" and system.prefills:
-                record["prefill_gpu_ms"] = 1e3 * gpu_seconds(system, prompt, device)
+                record["prefill_gpu_ms"] = 1e3 * gpu_seconds(system, prompt)
         yield record
     yield from builder.skipped
 
 
-def gpu_seconds(system: System, prompt: Sequence[int], device: Device) -> float:
+def gpu_seconds(system: System, prompt: Sequence[int]) -> float:
     """The time of the kernels of one prompt, which the host's does not hide."""
 
     def read() -> None:
         system.reset()
         system.feed(prompt)
 
-    found = shares.profiled(read, device, steps=2)
-    return sum(found.seconds.values()) if found.seconds else float("nan")
+    return sum(shares.profiled(read, steps=2).seconds.values())
 
 
 def records(
@@ -321,13 +301,10 @@ def records(
     """Those of every model named; one that says so for a model whose package is not installed."""
     args, device, dtype = run.args, run.device, run.device.dtype
     found = [*llamas.sources(args.models, device.type, dtype)]
-    sources, start = [s for s in found if isinstance(s, llamas.Source)], time.monotonic()
     yield from (s for s in found if not isinstance(s, llamas.Source))
-    for i, source in enumerate(sources):
-        deadline = start + args.budget * (i + 1) / len(sources)
+    for source in (s for s in found if isinstance(s, llamas.Source)):
         with tempfile.TemporaryDirectory() as folder:
-            yield from of(kind(source, args, device, dtype, Path(folder), deadline))
-        torch._dynamo.reset()
+            yield from of(kind(source, args, device, dtype, Path(folder)))
         if device.type == "cuda":
             torch.cuda.empty_cache()
 

@@ -33,7 +33,6 @@ FOLDER = TESTS / "msl"
         ("tokens --context 1k,2k", "several only with --cache"),
         ("tokens --cache q9", "format"),
         ("tokens --cache f16 --context 0", "whole numbers of at least 1"),
-        ("tokens --cache f16 --compile", "--compile: not with --cache"),
         ("tokens --tp 1", "--tp"),
         ("tokens --tp 2 --models smollm2", "--tp"),
         ("tokens --one-device", "--tp"),
