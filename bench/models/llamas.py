@@ -24,6 +24,7 @@ from torch_metalmm.models.quantize import resolve_format
 from torch_metalmm.models.shard.apply import part_of, whole_shape
 from torch_metalmm.models.skeleton import parameters_on_meta
 from torch_metalmm.tools.generate import demo_model
+from torch_metalmm.tools.token_time import MODELS, Model
 
 from .quality import pack
 
@@ -36,24 +37,12 @@ Module = Any
 
 
 @dataclass(frozen=True)
-class Shape:
+class Shape(Model):
     """The sizes of a Llama, or of a Qwen3 mixture where there are experts, `intermediate` then
     those of one; the embedding and the output layer are two weights."""
 
-    hidden: int
-    layers: int
-    intermediate: int
-    vocabulary: int
-    heads: int
-    kv_heads: int
-    head_size: int = 0  # hidden / heads where it is 0
     experts: int = 0
     chosen: int = 0
-
-    @property
-    def size(self) -> int:
-        """Values of a head."""
-        return self.head_size or self.hidden // self.heads
 
     def config(self) -> Any:
         import transformers
@@ -65,7 +54,7 @@ class Shape:
             "vocab_size": self.vocabulary,
             "num_attention_heads": self.heads,
             "num_key_value_heads": self.kv_heads,
-            "head_dim": self.size,
+            "head_dim": self.head_size,
             "max_position_embeddings": CONTEXT,
             "tie_word_embeddings": False,
             "bos_token_id": None,
@@ -79,10 +68,11 @@ class Shape:
 
     @property
     def parameters(self) -> int:
-        layer = 2 * (self.heads + self.kv_heads) * self.size * self.hidden + 2 * self.hidden
+        heads = self.heads + self.kv_heads
+        layer = 2 * heads * self.head_size * self.hidden + 2 * self.hidden
         mlp = 3 * self.hidden * self.intermediate
         if self.experts:  # norms of heads, experts, and the router
-            layer += 2 * self.size + self.experts * (mlp + self.hidden)
+            layer += 2 * self.head_size + self.experts * (mlp + self.hidden)
         else:
             layer += mlp
         return (2 * self.vocabulary + 1) * self.hidden + self.layers * layer
@@ -93,12 +83,12 @@ class Shape:
 EXPERTS = ("eager", "grouped_mm", "batched_mm")
 
 SHAPES = {
-    "tiny": Shape(256, 2, 512, 512, 4, 4),
-    "168m": Shape(1024, 8, 2816, 32000, 16, 16),
-    "1b": Shape(2048, 16, 8192, 128256, 32, 8),  # Llama 3.2 1B
-    "8b": Shape(4096, 32, 14336, 128256, 32, 8),  # Llama 3.1 8B
-    "70b": Shape(8192, 80, 28672, 128256, 64, 8),  # Llama 3.3 70B
-    "tiny-moe": Shape(256, 2, 256, 512, 4, 2, experts=4, chosen=2),
+    "tiny": Shape(256, 2, 512, 512, 4, 4, 64),
+    "168m": Shape(1024, 8, 2816, 32000, 16, 16, 64),
+    "1b": Shape(2048, 16, 8192, 128256, 32, 8, 64),  # Llama 3.2 1B
+    "8b": Shape(**vars(MODELS["Llama 3.1 8B"])),
+    "70b": Shape(**vars(MODELS["Llama 3.3 70B"])),
+    "tiny-moe": Shape(256, 2, 256, 512, 4, 2, 64, experts=4, chosen=2),
     "moe": Shape(2048, 24, 1024, 32000, 16, 4, experts=32, chosen=4),
 }
 NAMES = (*SHAPES, SMOLLM2)

@@ -34,7 +34,7 @@ _COUNTS = ("ops_us", "our_ops", "other_ops", "views")  # of what a layer calls, 
 
 def tiny_llama(layers: int) -> Any:
     """A Llama of hidden size 64 whose blocks fit the formats of 32 values."""
-    return llamas.random_llama(llamas.Shape(HIDDEN, layers, 2 * HIDDEN, HIDDEN, 4, 2))
+    return llamas.random_llama(llamas.Shape(HIDDEN, layers, 2 * HIDDEN, HIDDEN, 4, 2, HIDDEN // 4))
 
 
 Pair = tuple[float, float]  # of few layers, and of many

@@ -11,8 +11,8 @@ from statistics import linear_regression
 
 from torch_metalmm import _C
 from torch_metalmm.msl.build import ROOT
-from torch_metalmm.tools.cost_model import MODELS, Chip, predict
-from torch_metalmm.tools.token_time import CONTEXT
+from torch_metalmm.tools.cost_model import Chip, predict
+from torch_metalmm.tools.token_time import CONTEXT, MODELS
 
 from ..tables import Table, digits, percent, to_markdown
 
@@ -118,7 +118,8 @@ def machine(chip: str, cores: int | None = None) -> Chip:
 
 def token_bytes(format: str, chip: Chip, model: str) -> float:
     """What the products of a token move."""
-    return sum(times * predict(1, n, k, format, chip).moved_bytes for n, k, times in MODELS[model])
+    products = MODELS[model].products(fused=False)
+    return sum(times * predict(1, n, k, format, chip).moved_bytes for n, k, times in products)
 
 
 def rows_table() -> Table:

@@ -10,7 +10,7 @@ import argparse
 from collections.abc import Sequence
 
 from torch_metalmm.msl.build import ROOT
-from torch_metalmm.tools.token_time import CONTEXT, FORMS, MODELS, OP_US, token_time
+from torch_metalmm.tools.token_time import CONTEXT, FORMS, OP_US, token_time
 
 from ..models.cache_cost import named
 from ..shapes import parse_ints
@@ -38,9 +38,9 @@ def _of_blog(model: str, **rates: float) -> list[Tokens]:
     return [Tokens("m4-max", model, FORMAT, names[n], rate, _BLOG) for n, rate in found]
 
 
-# Of chips.TOKENS those for the largest configuration of a chip: its newest row.
+# Of chips.TOKENS those of Llama 2 for the largest configuration of a chip: its newest row.
 _LLAMA_CPP = {
-    t.chip: t for t in chips.TOKENS if t.cores is None and t.format == "q4_0" and t.model in MODELS
+    t.chip: t for t in chips.TOKENS if (t.cores, t.format, t.model) == (None, "q4_0", "Llama 2 7B")
 }
 PUBLISHED = (
     *_of_blog("Qwen3 0.6B", metal_rt=658, uzu=627, mlx_lm=552),

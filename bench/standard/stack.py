@@ -9,7 +9,7 @@ from typing import Any
 
 from torch_metalmm import formats
 from torch_metalmm.tools.cost_model import Chip
-from torch_metalmm.tools.token_time import Model, token_time
+from torch_metalmm.tools.token_time import token_time
 
 from ..devices import CPU
 from ..problem import Setting
@@ -41,12 +41,6 @@ def layers_of(shape: Any, setting: Setting, memory: float, roofs: Record) -> int
     per_round = prompts / (1e9 * roofs["gflop_s"]) + TOKENS * layer / (1e9 * roofs["read_gb_s"])
     by_time = STACK_SECONDS / (2 * ROUNDS * per_round)
     return int(min(shape.layers, by_memory, by_time))
-
-
-def model_of(shape: Any) -> Model:
-    """The same sizes for the chip model."""
-    sizes = (shape.hidden, shape.layers, shape.intermediate, shape.vocabulary)
-    return Model(*sizes, shape.heads, shape.kv_heads, shape.size)
 
 
 def run(
@@ -94,8 +88,8 @@ def run(
         read = record["weight_bytes"] - beside_reads(shape)
         predicted = None
         if chip is not None:
-            form, sizes = record["form"], model_of(shape)
-            predicted = token_time(sizes, FORMAT, chip, form, context=context).total / 1e3
+            times = token_time(shape, FORMAT, chip, record["form"], context=context)
+            predicted = times.total / 1e3
         yield {**record, "roof_ms": read / roofs["read_gb_s"] / 1e6, "predicted_ms": predicted}
 
 

@@ -24,7 +24,7 @@ from torch_metalmm.bench.shapes import Shape
 from torch_metalmm.bench.standard import layers, products, record, run, show, stack
 from torch_metalmm.tools.cli import main
 from torch_metalmm.tools.cost_model import LAUNCH_US, REACHED, Chip
-from torch_metalmm.tools.token_time import MODELS, token_time
+from torch_metalmm.tools.token_time import token_time
 
 Record = dict[str, Any]
 M4_MAX = {"name": "Apple M4 Max", "plans_for": "m4-max", "cores": 32}
@@ -169,14 +169,12 @@ def test_layers_that_fit() -> None:
 
 
 def test_the_prediction_of_a_token() -> None:
-    assert stack.model_of(llamas.SHAPES["8b"]) == MODELS["Llama 3.1 8B"]
     chip = Chip.named("m1")
     with torch.inference_mode():
         given = ({"gflop_s": 1e3, "read_gb_s": 1e3}, chip, True, lambda _: None)
         found = [*stack.run(Setting(1, 1), 64e9, *given)]
-    sizes = stack.model_of(llamas.SHAPES["tiny"])
     for token in found:
-        wanted = token_time(sizes, "q4_k", chip, token["form"], context=32)
+        wanted = token_time(llamas.SHAPES["tiny"], "q4_k", chip, token["form"], context=32)
         assert token["predicted_ms"] == wanted.total / 1e3 and token["ms"] > 0
 
 

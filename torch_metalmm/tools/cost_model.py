@@ -48,19 +48,6 @@ TORCH_REACHED = 0.53
 DTYPE_BYTES = {name: dtype.itemsize for name, dtype in formats.DTYPES.items()}
 COUNTS = Path(__file__).with_name("issue_cycles.json")
 
-# The products of a token: (N, K, how often).
-MODELS: dict[str, tuple[tuple[int, int, int], ...]] = {
-    "Llama 2 7B": ((4096, 4096, 128), (11008, 4096, 64), (4096, 11008, 32), (32000, 4096, 1)),
-    "Mistral 7B": (
-        *((4096, 4096, 64), (1024, 4096, 64), (14336, 4096, 64), (4096, 14336, 32)),
-        (32000, 4096, 1),
-    ),
-    "Qwen3 4B": (
-        *((4096, 2560, 36), (1024, 2560, 72), (2560, 4096, 36), (9728, 2560, 72)),
-        *((2560, 9728, 36), (151936, 2560, 1)),
-    ),
-}
-
 
 @dataclass(frozen=True)
 class Chip:
