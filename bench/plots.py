@@ -78,7 +78,7 @@ def bandwidth(figure: Figure, ax: Axes, cells: Sequence[Record]) -> None:
 
 
 def time_by_m(figure: Figure, ax: Axes, cells: Sequence[Record]) -> None:
-    """Time against M at the shape that has most M; rings where plan() takes another strategy."""
+    """Time against M at the shape that has most M."""
     by_shape: dict[tuple[int, int], set[int]] = {}
     for c in cells:
         by_shape.setdefault((c["n"], c["k"]), set()).add(c["m"])
@@ -90,18 +90,6 @@ def time_by_m(figure: Figure, ax: Axes, cells: Sequence[Record]) -> None:
             continue
         ms, us = [c["m"] for c in line], [c["us"] for c in line]
         ax.plot(ms, us, **style, marker=".", markersize=4, linewidth=1.2, label=label(line[0]))
-        pairs = zip(line, line[1:], strict=False)
-        changed = [b for a, b in pairs if a.get("strategy") != b.get("strategy")]
-        ax.scatter(
-            [c["m"] for c in changed],
-            [c["us"] for c in changed],
-            s=40,
-            facecolors="none",
-            edgecolors=[style["color"]] * len(changed),
-            label="_",
-        )
-    if any(c.get("strategy") for c in cells):
-        ax.scatter([], [], s=40, facecolors="none", edgecolors="black", label="another strategy")
     ticks = [m for m in (1 << i for i in range(20)) if m <= max(c["m"] for c in cells)]
     ax.set(xscale="log", yscale="log", xlabel="M", ylabel="µs", title=f"W {n}×{k}")
     ax.set_xticks(ticks, [str(m) for m in ticks])

@@ -10,7 +10,6 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from matplotlib.figure import Figure
 from measured import records_of
 from places import ROOT
 
@@ -19,7 +18,7 @@ from bench.devices import Device
 from bench.ops import matmul
 from bench.options import parse
 from bench.peers.products import ENGINES
-from bench.plots import styles, time_by_m
+from bench.plots import styles
 from bench.problem import Checker, Problem, Setting, Variant
 from bench.runner import Run
 from bench.shapes import NAMED
@@ -51,22 +50,6 @@ def test_plots_are_drawn_from_the_records(quick: Path, tmp_path: Path) -> None:
     assert main(["plot", str(quick), "--output", str(tmp_path), "--prefix", "cpu-"]) == 0
     for name in ("bandwidth", "time"):
         assert (tmp_path / f"cpu-{name}.png").read_bytes().startswith(b"\x89PNG")
-
-
-def test_rings_where_another_strategy_is_planned() -> None:
-    """One of two lines has a ring at each M whose strategy is not that of the M before."""
-    figure = Figure()
-    ax = figure.subplots()
-    strategies = {1: "gemv", 2: "gemv_batched", 4: "gemv_batched", 8: "gemm_small"}
-    cells = [
-        {"variant": v, "format": "q4_0", "n": 64, "k": 32, "m": m, "us": 10.0 * m, "strategy": s}
-        for v, chosen in (("a", strategies), ("b", dict.fromkeys(strategies)))
-        for m, s in chosen.items()
-    ]
-    time_by_m(figure, ax, cells)
-    rings = [c.get_offsets().tolist() for c in ax.collections if c.get_label() == "_"]
-    assert rings == [[[2, 20], [8, 80]], []]
-    assert "another strategy" in [c.get_label() for c in ax.collections]
 
 
 def test_lines_of_every_format_differ() -> None:
