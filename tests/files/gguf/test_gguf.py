@@ -15,9 +15,10 @@ import torch
 import transformers
 from converted_models import CASES as RECORDED
 from converted_models import records
+from expert_models import check_equals
 from gguf_files import ARCHITECTURES, RARE, load_quietly, mapped, random_model
 from places import ROOT
-from torch import Tensor, nn
+from torch import nn
 
 from torch_metalmm import MetalMMConfig, QuantEmbedding, QuantLinear, load_packed
 from torch_metalmm.files.gguf.architectures import supported_architectures
@@ -33,6 +34,7 @@ READ = (
     *("gemma4", "mamba", "t5", "minimax-m2", "lfm2", "qwen35", "qwen35moe"),
 )
 UNTIED = ("llama", "bloom", "falcon", "t5")
+IDS = torch.randint(0, 256, (2, 19), generator=torch.Generator().manual_seed(1))
 
 
 def reference_model(path: Path, architecture: str, config: Any = None) -> Any:
@@ -50,27 +52,6 @@ def reference_model(path: Path, architecture: str, config: Any = None) -> Any:
     return kind.from_pretrained(path.parent, gguf_file=path.name, dtype=torch.float32, **options)
 
 
-def outputs(model: nn.Module, ids: Tensor) -> Tensor:
-    """The model's first output for these ids (twice for an encoder-decoder), as float64."""
-    extra = {"decoder_input_ids": ids} if model.config.is_encoder_decoder else {}
-    with torch.inference_mode():
-        return model(input_ids=ids, **extra)[0].double()
-
-
-def check_equals_reference(model: nn.Module, reference: nn.Module, ids: Tensor) -> None:
-    """The model errs against float64 by no more than a small multiple of the decoded f32 model's.
-
-    Rounding accumulates over layers in ways no short formula bounds; the f32 model has the same
-    weights and the same graph, so its own error is the measure.
-    """
-    y, y32 = outputs(model, ids), outputs(reference, ids)
-    y64 = outputs(reference.double(), ids)
-    own, theirs = (y - y64).abs().max().item(), (y32 - y64).abs().max().item()
-    spacing = torch.finfo(torch.float32).eps * y64.abs().max().item()
-    print(f"error {own:.2e}, transformers' {theirs:.2e}, largest output {y64.abs().max():.1f}")
-    assert own <= 6 * max(theirs, spacing)
-
-
 @pytest.mark.parametrize(
     ("architecture", "tied"),
     [(a, True) for a in READ] + [(a, False) for a in UNTIED],
@@ -86,8 +67,7 @@ def test_architecture_equals_transformers(tmp_path: Path, architecture: str, tie
         names = warned[0].split(": ")[1].split(", ")
         assert all(any(part in name for part in expected) for name in names), names
     reference = reference_model(path, architecture, model.config)
-    ids = torch.randint(0, 256, (2, 19), generator=torch.Generator().manual_seed(1))
-    check_equals_reference(model, reference, ids)
+    check_equals(model, reference, IDS)
     assert not model.training and not any(p.requires_grad for p in model.parameters())
     check_everything_else_is_packed(model, bool(expected))
     theirs = transformers.AutoTokenizer.from_pretrained(path.parent, gguf_file=path.name)
@@ -103,8 +83,7 @@ def test_rare_types_equal_transformers(tmp_path: Path) -> None:
     assert warned == []
     kinds = {m.format for m in model.modules() if isinstance(m, QuantLinear | QuantEmbedding)}
     assert kinds == set(RARE)
-    ids = torch.randint(0, 256, (2, 19), generator=torch.Generator().manual_seed(1))
-    check_equals_reference(model, reference_model(path, "llama"), ids)
+    check_equals(model, reference_model(path, "llama"), IDS)
     check_everything_else_is_packed(model, False)
 
 

@@ -66,8 +66,9 @@ def expert_model(kind: str = "Qwen3Moe", **config: Any) -> Any:
 
 
 def logits(model: Any, ids: Tensor = IDS) -> Tensor:
+    extra = {"decoder_input_ids": ids} if model.config.is_encoder_decoder else {}
     with torch.inference_mode():
-        out: Tensor = model(ids).logits
+        out: Tensor = model(ids, **extra).logits
     return out
 
 
