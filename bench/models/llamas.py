@@ -269,19 +269,18 @@ def _of_dense(name: str, title: str, dense: Module, device: str, dtype: torch.dt
 
 
 def dense_state(model: nn.Module) -> dict[str, Tensor]:
-    """The state dict with packed weights decoded, on the CPU."""
-    return {name: p.cpu() for name, p in _decoded(model)}
-
-
-def _decoded(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    packed = [(n, m) for n, m in model.named_modules() if hasattr(m, "dequantize")]
-    packed = [(n, m) for n, m in packed if hasattr(m, "format")]
-    experts = [(n, m) for n, m in model.named_modules() if isinstance(m, QuantExperts)]
-    names = {f"{n}.weight" for n, _ in packed}
-    names |= {f"{n}.{stack}" for n, m in experts for stack in m.formats}
-    yield from ((n, p) for n, p in model.named_parameters() if n not in names)
-    yield from ((f"{n}.weight", cast(Any, m).dequantize()) for n, m in packed)
-    yield from ((f"{n}.{s}", m.dequantize(s)) for n, m in experts for s in m.formats)
+    """The floats of the state dict on the CPU, packed weights decoded, gate and up of experts as
+    one."""
+    state = {name: t for name, t in model.state_dict().items() if t.is_floating_point()}
+    for name, module in model.named_modules():
+        if isinstance(module, QuantExperts):
+            parts = {leaf: module.dequantize(leaf) for leaf in module.formats}
+            if "gate_proj" in parts:
+                parts["gate_up_proj"] = torch.cat([parts.pop("gate_proj"), parts.pop("up_proj")], 1)
+            state |= {f"{name}.{leaf}": value for leaf, value in parts.items()}
+        elif isinstance(module, QuantLinear | QuantEmbedding):
+            state[f"{name}.weight"] = module.dequantize()
+    return {name: t.detach().cpu() for name, t in state.items()}
 
 
 def sharing(model: Module) -> Module:

@@ -17,14 +17,8 @@ from gguf import GGMLQuantizationType, GGUFReader
 from gguf_files import ARCHITECTURES, fields_of, load_quietly, random_model
 from mtp_models import FAMILIES, trunk
 
-from torch_metalmm import (
-    QuantEmbedding,
-    QuantExperts,
-    QuantLinear,
-    load_gguf,
-    quantize_,
-    save_gguf,
-)
+from bench.models.llamas import dense_state
+from torch_metalmm import load_gguf, quantize_, save_gguf
 from torch_metalmm.files.gguf.file import GgufFile
 from torch_metalmm.files.gguf.load import model_of, open_gguf
 from torch_metalmm.nn.packed import quantize_weight
@@ -97,7 +91,7 @@ def test_heads_of_values_take_the_order_of_files(
     save_gguf(model, None, tmp_path / "a.gguf")
     read, _ = model_of(open_gguf(tmp_path / "a.gguf"), "cpu", torch.float32)
     assert read.model.layers[0].linear_attn.out_proj.input_order is not None
-    wanted, found = decoded(model), decoded(read)
+    wanted, found = dense_state(model), dense_state(read)
     assert wanted.keys() == found.keys()
     for name, value in found.items():
         # Files have norms and 1, and exp of A_log: two roundings.
@@ -115,20 +109,6 @@ def family_of(kind: str, **options: Any) -> Any:
     sizes = {"linear_num_value_heads": 4, "linear_num_key_heads": 2, "linear_value_head_dim": 32}
     own = FAMILIES["qwen3_next"] if kind == "qwen3_5_moe_text" else {}
     return trunk(kind, **(own | sizes | options))
-
-
-def decoded(model: Any) -> dict[str, torch.Tensor]:
-    """The dense values by the names of a model whose packed layers are dense."""
-    state = {n: t for n, t in model.state_dict().items() if t.is_floating_point()}
-    for name, module in model.named_modules():
-        if isinstance(module, QuantExperts):
-            parts = {leaf: module.dequantize(leaf) for leaf in module.formats}
-            if "gate_proj" in parts:
-                parts["gate_up_proj"] = torch.cat([parts.pop("gate_proj"), parts.pop("up_proj")], 1)
-            state |= {f"{name}.{leaf}": value for leaf, value in parts.items()}
-        elif isinstance(module, QuantLinear | QuantEmbedding):
-            state[f"{name}.weight"] = module.dequantize()
-    return {n: t.detach().float() for n, t in state.items()}
 
 
 def test_blocks_that_an_order_parts_are_packed_again(tmp_path: Path) -> None:

@@ -20,6 +20,7 @@ from safetensors.torch import load_file, save_file
 from spoiled_folders import refused, tensor
 from torch import Tensor, nn
 
+from bench.models.llamas import dense_state
 from torch_metalmm import (
     PackedCache,
     QuantExperts,
@@ -125,6 +126,7 @@ KEPT: dict[str, tuple[str, str, str, bool, str | None]] = {
     "DeepSeek": ("deepseek_v3", "model-2.safetensors", "mtp.", False, "affine"),
 }
 FORMATS = {"affine": "affine4_g32_f32", "mxfp4": "mxfp4"}
+SHARED = ("block.lm_head", "block.model.embed")  # with the model
 
 
 def folders(who: str, path: Path, **options: Any) -> tuple[Path, Path, dict[str, Tensor]]:
@@ -257,23 +259,16 @@ def same(packed: nn.Module, dense: nn.Module, format: str | None, rounds: bool =
 
     None: only experts are of a format, f32.
     """
-    formats, decoded = set[str](), dict[str, Tensor]()
-    for name, module in packed.named_modules():
-        if name.startswith(("block.lm_head", "block.model.embed")):
-            continue
-        if isinstance(module, QuantExperts):
-            formats |= set(module.formats.values())
-            stacks = {n: module.dequantize(n) for n in module.formats}
-            decoded[f"{name}.down_proj"] = stacks.pop("down_proj")
-            decoded[f"{name}.gate_up_proj"] = torch.cat([stacks[n] for n in sorted(stacks)], 1)
-        elif isinstance(module, QuantLinear):
-            if not name.endswith("kv_b_proj"):  # which mlx-lm splits, and a load decodes
-                formats.add(module.format)
-            decoded[f"{name}.weight"] = module.dequantize()
-    state = packed.state_dict() | decoded
+    modules = {n: m for n, m in packed.named_modules() if not n.startswith(SHARED)}
+    layers = {n: m for n, m in modules.items() if isinstance(m, QuantLinear)}
+    experts = {n: m for n, m in modules.items() if isinstance(m, QuantExperts)}
+    # mlx-lm splits kv_b_proj, and a load decodes it.
+    formats = {m.format for n, m in layers.items() if not n.endswith("kv_b_proj")}
+    formats |= {format for m in experts.values() for format in m.formats.values()}
+    state = dense_state(packed)
     for name, value in dense.state_dict().items():
-        if not name.startswith(("block.lm_head", "block.model.embed")):
-            if name in decoded and rounds and format is not None:
+        if not name.startswith(SHARED):
+            if name.rpartition(".")[0] in layers | experts and rounds and format is not None:
                 value = rounded(value, format)
             assert torch.equal(state[name], value), name
     assert formats == {format} if format else formats <= {"f32"}
