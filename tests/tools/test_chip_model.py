@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from math import isfinite
 
@@ -141,7 +142,8 @@ def test_the_page_is_what_the_command_prints(capsys: pytest.CaptureFixture[str])
 
 def test_the_page_names_a_source_for_every_chip() -> None:
     sources = chips.PAGE.read_text().partition("## The chips")[2]
-    assert [name for name in chips.CHIPS if f"| {name} |" not in sources] == []
+    named = ", ".join(re.findall(r"^\| ([^|]+) \| .+ \|$", sources, re.M)).split(", ")
+    assert set(chips.CHIPS) <= set(named)
 
 
 def test_the_table_of_chips() -> None:
