@@ -45,61 +45,10 @@ class Committed(NamedTuple):
     cycles: float
 
 
-# Every rule once: (PTX, class, cycles).
-INSTRUCTIONS = (
-    ("and.b32 %r1, %r2, 15", "bitwise", 1),
-    ("or.b64 %rd1, %rd2, %rd3", "bitwise", 2),
-    ("and.b32 %r1, %r2, 65535", ptx.FREE, 0),
-    ("shr.u32 %r1, %r2, 16", ptx.FREE, 0),
-    ("shr.u32 %r1, %r2, 8", "shift", 4),
-    ("shl.b32 %r1, %r2, %r3", "shift", 4),
-    ("prmt.b32 %r1, %r2, %r3, 0x5410U", ptx.FREE, 0),
-    ("prmt.b32 %r1, %r2, %r3, 0x7771U", "shift", 4),
-    ("mov.b32 %r1, {%rs1, %rs2}", ptx.FREE, 0),
-    ("cvt.f32.f16 %r1, %rs1", ptx.FREE, 0),
-    ("cvt.u64.u32 %rd1, %r1", ptx.FREE, 0),
-    ("cvt.f32.bf16 %r1, %rs1", "convert", 1),
-    ("cvt.rn.f32.u32 %r1, %r2", "convert", 4),
-    ("neg.f32 %r1, %r2", ptx.FREE, 0),
-    ("fma.rn.f32 %r1, %r2, %r3, %r4", "fma", 1),
-    ("add.rn.f32 %r1, %r2, 0fCB000000", "fma", 1),
-    ("sub.f16 %rs1, %rs2, %rs3", "fma", 1),
-    ("fma.rn.f16x2 %r1, %r2, %r3, %r4", "fma", 2),
-    ("div.rn.f32 %r1, %r2, %r3", "special", 8),
-    ("ex2.approx.ftz.f32 %r1, %r2", "special", 4),
-    ("setp.lt.u32 %p1, %r1, 112", "select", 1),
-    ("selp.f32 %r1, %r2, 0f00000000, %p1", "select", 1),
-    ("add.s64 %rd1, %rd2, %rd3", "integer", 1),
-    ("mul.wide.u32 %rd1, %r1, 4", ptx.FREE, 0),
-    ("mul.wide.u32 %rd1, %r1, 18", "integer", 4),
-    ("mad.lo.s32 %r1, %r2, %r3, %r4", "integer", 4),
-    ("ld.global.v4.b32 {%r1, %r2, %r3, %r4}, [%rd1+16]", "load", 0),
-    ("bra $L__BB0_2", "branch", 1),
-)
-
-
 def read(line: str) -> ptx.Instruction:
     found = ptx.read(line + ";")
     assert found
     return found
-
-
-@pytest.mark.parametrize(("line", "kind", "cycles"), INSTRUCTIONS)
-def test_every_rule(line: str, kind: str, cycles: int) -> None:
-    """Class and cycles of one instruction."""
-    assert ptx.classify(read(line)) == (kind, cycles)
-
-
-def test_two_halves_in_one_register_are_no_instruction() -> None:
-    """The or of a half and a shifted half is free; the or of anything else is not."""
-    half, packed = read("ld.global.b16 %r1, [%rd1]"), read("shl.b32 %r2, %r3, 16")
-    word, other = read("ld.global.b32 %r1, [%rd1]"), read("shl.b32 %r2, %r3, 15")
-    join, again = read("or.b32 %r4, %r2, %r1"), read("or.b32 %r1, %r1, 1")
-    assert ptx.cost([half, packed, join]).cycles == 0
-    assert ptx.cost([read("cvt.u32.u16 %r1, %rs1"), packed, join]).cycles == 0
-    assert ptx.cost([word, packed, join]).cycles == 1
-    assert ptx.cost([half, other, join]).cycles == 5
-    assert ptx.cost([half, packed, again, join]).cycles == 2
 
 
 CONSTANT_HALVES = """.visible .func f() {
