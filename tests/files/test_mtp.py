@@ -26,7 +26,10 @@ from torch_metalmm.hf.config import stored_config
 from torch_metalmm.tools import cli
 
 # {architecture: the case of its record, in f32}
-GGUF = {"qwen35": "", "qwen35moe": "", "glm4moe": "glm4-moe", "deepseek2": "deepseek-v3"}
+GGUF = {
+    **{"qwen35": "", "qwen35moe": "", "qwen3next": "qwen3-next"},
+    **{"glm4moe": "glm4-moe", "deepseek2": "deepseek-v3"},
+}
 
 
 def file_of(architecture: str, path: Path) -> Path:

@@ -75,7 +75,7 @@ def skeleton(case: str) -> Any:
 def matrices(model: Any) -> dict[str, tuple[str, list[int]]]:
     """{layer: (GGUF name, shape)}; gate and up of experts, one stack here, count as up."""
     sites = {name: site for job in plan(model, "q8_0") for name, site in job.sites}
-    named = gguf_names(model, sites)
+    named = {layer: name for name, layer in gguf_names(model, sites).items()}
     for name in sites.keys() - named.keys():
         named[name] = f"blk.{name.split('.')[2]}.ffn_up_exps.weight"
     return {

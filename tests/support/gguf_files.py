@@ -42,11 +42,11 @@ _DECODER = {
 }
 _MOE = {"expert_count": 4, "expert_used_count": 2}
 _LAYER_NORM = {"attention.layer_norm_epsilon": 1e-5}
-_QWEN35 = _DECODER | {
+_SHARED = {"expert_feed_forward_length": 256, "expert_shared_feed_forward_length": 256}
+_QWEN3NEXT = _DECODER | {
     "block_count": 4,
     "attention.key_length": 64,
     "full_attention_interval": 4,
-    "rope.dimension_sections": [4, 2, 2, 0],
     "rope.dimension_count": 16,
     "ssm.conv_kernel": 4,
     "ssm.state_size": 64,
@@ -54,6 +54,7 @@ _QWEN35 = _DECODER | {
     "ssm.time_step_rank": 4,
     "ssm.inner_size": 256,
 }
+_QWEN35 = _QWEN3NEXT | {"rope.dimension_sections": [4, 2, 2, 0]}
 
 # general.architecture -> the metadata of a tiny model, without the prefix
 ARCHITECTURES: dict[str, dict[str, Any]] = {
@@ -84,9 +85,8 @@ ARCHITECTURES: dict[str, dict[str, Any]] = {
     | {"attention.key_length": 64, "rope.dimension_count": 64, "expert_gating_func": 2},
     "lfm2": _DECODER | {"attention.head_count_kv": [0, 2], "shortconv.l_cache": 3},
     "qwen35": _QWEN35,
-    "qwen35moe": _QWEN35
-    | _MOE
-    | {"expert_feed_forward_length": 256, "expert_shared_feed_forward_length": 256},
+    "qwen35moe": _QWEN35 | _MOE | _SHARED,
+    "qwen3next": _QWEN3NEXT | _MOE | _SHARED,
 }
 
 
@@ -337,9 +337,14 @@ def _tensor_shapes(path: Path, architecture: str) -> Iterator[tuple[str, tuple[i
     names = _names(mapping, model, architecture)
     state = model.state_dict()
     for name, target in names:
-        if name == "output.weight" and not untied:
-            continue
-        yield name, _file_shape(name, tuple(state[target].shape), model, target)
+        shape, rows = tuple(state[target].shape), mapping.sources(target)
+        if rows and name in rows:
+            yield name, (rows[name], *shape[1:])
+        elif "ffn_gate_up_exps" in name:  # which the converter writes apart
+            for part in ("gate", "up"):
+                yield name.replace("gate_up", part), (shape[0], shape[1] // 2, shape[2])
+        elif not rows and (untied or name != "output.weight"):
+            yield name, _file_shape(name, shape, model, target)
 
 
 def _names(mapping: Any, model: Any, architecture: str) -> list[tuple[str, str]]:

@@ -76,15 +76,14 @@ def measure(
     with importance(model) as sums, torch.inference_mode():
         for ids in tqdm(chunks, desc="chunks", disable=None):
             model(ids[None].to(model.device), use_cache=False)
-    names = gguf_names(model, sums)
     orders = _orders(model) if as_packed else {}
     entries = {
-        names[layer]: Entry(
-            found.squares[orders.get(layer, slice(None))].float().numpy()[None],
-            np.array([found.rows], dtype=np.float32),
+        name: Entry(
+            sums[layer].squares[orders.get(layer, slice(None))].float().numpy()[None],
+            np.array([sums[layer].rows], dtype=np.float32),
         )
-        for layer, found in sums.items()
-        if found.rows and names.get(layer, "output.weight") != "output.weight"
+        for name, layer in gguf_names(model, sums).items()
+        if sums[layer].rows and name != "output.weight"
     }
     return Imatrix(entries, (dataset,), len(chunks), chunk)
 

@@ -47,6 +47,7 @@ OTHERWISE = {
     "cohere2.rope.dimension_count": 12,  # a head, not the width by the heads
     "qwen35.full_attention_interval": 2,  # what layer_types says
     "qwen35moe.full_attention_interval": 2,
+    "qwen3next.full_attention_interval": 2,
     "ernie4_5-moe.expert_shared_feed_forward_length": 2 * 24,  # not the width by the key heads
 }
 # Whose converter writes files of another architecture.

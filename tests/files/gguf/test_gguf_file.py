@@ -153,7 +153,7 @@ def counting_columns(value: np.ndarray) -> np.ndarray:
     ],
 )
 def test_layout_of_a_conversion(change: Any, layout: Layout | None) -> None:
-    found = _FakeMap(change).layout("blk.0.x.weight", (12, 16))
+    found = _FakeMap(change).layout({"blk.0.x.weight": (12, 16)})
     assert (found is None) == (layout is None)
     if found is not None and layout is not None:
         assert found.transposed == layout.transposed
@@ -168,8 +168,8 @@ def test_what_makes_nothing_has_no_layout() -> None:
         def convert(self, name: str, value: np.ndarray) -> dict[str, Tensor]:
             return {}
 
-    assert Waits(None).layout("x.weight", (1, 1)) is None
-    assert _FakeMap(lambda w: w).layout("x.weight", (1, 1)) == Layout()
+    assert Waits(None).layout({"x.weight": (1, 1)}) is None
+    assert _FakeMap(lambda w: w).layout({"x.weight": (1, 1)}) == Layout()
 
 
 @pytest.mark.parametrize("shape", [(2, 8), (8, 8), (8, 256), (128, 8), (300, 8), (8, 20000)])
@@ -186,7 +186,7 @@ def test_the_layout_of_a_small_matrix_says_nothing_of_a_large_one(
 
     value = np.random.default_rng(0).standard_normal(shape)
     for axis in (0, 1):
-        found = _FakeMap(lambda w, a=axis: as_seen_by_the_model(w, a)).layout("x.weight", shape)
+        found = _FakeMap(lambda w, a=axis: as_seen_by_the_model(w, a)).layout({"x.weight": shape})
         assert found is not None and not found.transposed
         rows = slice(None) if found.rows is None else found.rows
         columns = slice(None) if found.columns is None else found.columns
@@ -199,7 +199,7 @@ def test_a_large_matrix_that_stays_as_it_is_needs_no_memory() -> None:
             return {name: torch.from_numpy(value)}
 
     tracemalloc.start()
-    assert Same(None).layout("token_embd.weight", (2**15, 2**13)) == Layout()
+    assert Same(None).layout({"token_embd.weight": (2**15, 2**13)}) == Layout()
     assert tracemalloc.get_traced_memory()[1] < 2**21
     tracemalloc.stop()
 

@@ -205,7 +205,7 @@ def is_measured(found: Imatrix, model: Any, tokenizer: Any) -> None:
     names = {}
     for name, module in model.named_modules():
         if isinstance(module, torch.nn.Linear | QuantLinear) and name != "lm_head":
-            names[name] = gguf_names(model, [name])[name]
+            (names[name],) = gguf_names(model, [name])
             module.register_forward_hook(
                 lambda _, x, y, name=name: seen.setdefault(name, []).append(x[0][0])
             )

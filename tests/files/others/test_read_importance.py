@@ -41,13 +41,18 @@ def entries(model: Any, names: dict[str, str]) -> dict[str, Entry]:
     }
 
 
+def names_of(model: Any) -> dict[str, str]:
+    """{linear layer: its tensor in a GGUF file}."""
+    return {layer: name for name, layer in gguf_names(model, linear_layers(model)).items()}
+
+
 @pytest.mark.parametrize("suffix", [".gguf", ".dat"])
 @pytest.mark.parametrize("kind", ["gguf", "layer", "weight"])
 def test_names(tmp_path: Path, suffix: str, kind: str) -> None:
     model = random_model("llama")
     layers = linear_layers(model)
     names = {
-        "gguf": gguf_names(model, layers),
+        "gguf": names_of(model),
         "layer": {n: n for n in layers},
         "weight": {n: f"{n}.weight" for n in layers},
     }[kind]
@@ -77,22 +82,21 @@ def test_names_of_every_architecture(case: str) -> None:
     model, tensors = recorded_model(case), records()[case]["tensors"]
     layers = linear_layers(model)
     found = gguf_names(model, layers)
-    # Of which gguf may have no name: heads that are tied, and gate and up in one.
-    unnamed = ("lm_head", "shared_mlp.input_linear")
-    assert all(n.endswith(unnamed) for n in layers.keys() - found.keys())
+    assert layers.keys() - {*found.values()} <= {"lm_head"}
     # A head may be tied; keys and values of a latent are two stacks in the record.
-    found = {n: name for n, name in found.items() if n != "lm_head" and "attn_kv_b" not in name}
+    found = {name: n for name, n in found.items() if n != "lm_head" and "attn_kv_b" not in name}
     # Of tensors that the converter left as they are, a record has the model's names.
     unchanged = {source: name for name, (_, source, _) in tensors.items()}
-    assert found and {*found.values()} <= tensors.keys()
-    assert all(unchanged.get(f"{layer}.weight", name) == name for layer, name in found.items())
+    assert found and found.keys() <= tensors.keys()
+    assert all(unchanged.get(f"{layer}.weight", name) == name for name, layer in found.items())
+    assert {name for name in tensors if "attn_gate" in name} <= found.keys()
 
 
 def test_columns_of_a_packed_file(tmp_path: Path) -> None:
     model, _ = load_gguf(random_gguf(tmp_path / "m.gguf", "llama"))
     layer = model.model.layers[0].mlp.down_proj
     order = torch.randperm(layer.in_features, generator=torch.Generator().manual_seed(0))
-    given = entries(model, gguf_names(model, linear_layers(model)))
+    given = entries(model, names_of(model))
     write_imatrix(tmp_path / "x.gguf", Imatrix(given, ("text",), 1, 10))
     plain = read_importance(tmp_path / "x.gguf", model, as_packed=True)
     layer.input_order = order
@@ -106,7 +110,7 @@ def test_columns_of_a_packed_file(tmp_path: Path) -> None:
 
 def test_files_of_other_models(tmp_path: Path) -> None:
     model = random_model("llama")
-    given = entries(model, gguf_names(model, linear_layers(model)))
+    given = entries(model, names_of(model))
     other = {"blk.900.attn_q.weight": given["blk.0.attn_q.weight"]}
     write_imatrix(tmp_path / "other.gguf", Imatrix(other, ("text",), 1, 10))
     with pytest.raises(ValueError, match=r"other.gguf has no entry for a linear layer"):
@@ -121,7 +125,7 @@ def folder_and_file(tmp_path: Path) -> tuple[Any, Path, Path]:
     """A dense model, its folder, and a file of its importance."""
     model = random_model("llama")
     model.save_pretrained(tmp_path / "dense")
-    given = entries(model, gguf_names(model, linear_layers(model)))
+    given = entries(model, names_of(model))
     write_imatrix(tmp_path / "x.gguf", Imatrix(given, ("text",), 1, 10))
     return model, tmp_path / "dense", tmp_path / "x.gguf"
 
@@ -150,7 +154,7 @@ def test_the_command_of_gguf_files(tmp_path: Path, capsys: Any) -> None:
     """The columns are those of the file; without a format there is nothing to weigh."""
     source = random_gguf(tmp_path / "m.gguf", "llama", kinds=("q8_0",))
     dense, _ = load_gguf(source)
-    given = entries(dense, gguf_names(dense, linear_layers(dense)))
+    given = entries(dense, names_of(dense))
     write_imatrix(tmp_path / "x.gguf", Imatrix(given, ("text",), 1, 10))
     out = ["--output", str(tmp_path / "packed"), "--imatrix", str(tmp_path / "x.gguf")]
     assert main(["quantize", str(source), *out]) == 1

@@ -239,10 +239,12 @@ def test_trained_gates(trained: tuple[str, ...]) -> None:
         assert_near(*grads)
 
 
-def test_the_layers_of_gguf_files(tmp_path: Path) -> None:
-    """The shared gate is not packed there, and outputs of recurrent layers have an order."""
-    model, _ = load_gguf(random_model(tmp_path / "m.gguf", "qwen35moe", kinds=("q8_0",)))
-    assert model.model.layers[0].linear_attn.out_proj.input_order is not None
+@pytest.mark.parametrize("architecture", ["qwen35moe", "qwen3next"])
+def test_the_layers_of_gguf_files(architecture: str, tmp_path: Path) -> None:
+    """The shared gate is not packed there, and Qwen3.5's recurrent outputs have an order."""
+    model, _ = load_gguf(random_model(tmp_path / "m.gguf", architecture, kinds=("q8_0",)))
+    ordered = model.model.layers[0].linear_attn.out_proj.input_order is not None
+    assert ordered == (architecture == "qwen35moe")
     fuse_(model)
     found = [fused_layer(layer) for layer in model.model.layers]
     cores = [[type(b.core).__name__ for b in f.recipe.branches] for f in found if f is not None]

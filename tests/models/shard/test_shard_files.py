@@ -105,7 +105,7 @@ def tensors(kind: str, model: Any, file: Path) -> Iterator[tuple[str, int, int, 
     if kind == "gguf":
         stored = GgufFile(file).tensors
         packed = [n for n, m in model.named_modules() if hasattr(m, "format")]
-        names = {theirs: ours for ours, theirs in gguf_names(model, packed).items()}
+        names = gguf_names(model, packed)
         for name, entry in stored.items():
             rows = entry.nbytes // formats.get(entry.format).row_bytes(entry.shape[-1])
             yield names.get(name, ""), entry.offset, rows, entry.nbytes // rows

@@ -211,6 +211,22 @@ def full_attention_interval(config: Any) -> int | None:
     return every if made == recurrent else None
 
 
+def rows_of_values(config: Any) -> int:
+    """Of the projection that makes the values of a linear layer; its gate has as many."""
+    return int(config.linear_num_value_heads * config.linear_value_head_dim)
+
+
+def rows_of_convolution(config: Any) -> int:
+    """Of the projections that make its queries, keys and values."""
+    keys = config.linear_num_key_heads * config.linear_key_head_dim
+    return int(2 * keys + rows_of_values(config))
+
+
+def rows_of_shared(config: Any) -> int:
+    """Of the gate of Granite's shared expert; its up has as many."""
+    return int(config.shared_intermediate_size)
+
+
 def qwen35_sections(config: Any) -> dict[str, Any]:
     """rope_parameters with what the model takes where they have none."""
     own = {"mrope_section": [11, 11, 10], "mrope_interleaved": True}

@@ -8,12 +8,16 @@ from __future__ import annotations
 
 import re
 from abc import ABC, abstractmethod
+from collections.abc import Mapping
 from dataclasses import dataclass
+from itertools import accumulate
 from typing import Any
 
 import numpy as np
 from numpy.lib.stride_tricks import as_strided
 from torch import Tensor
+
+_Key = tuple[tuple[str, tuple[int, ...]], ...]
 
 
 @dataclass
@@ -32,8 +36,8 @@ class TensorMap(ABC):
     """Where a GGUF tensor goes in the model, and what transformers does to it on the way."""
 
     def __init__(self) -> None:
-        self._layouts: dict[tuple[str, tuple[int, int]], Layout | None] = {}
-        self._shapes: dict[tuple[tuple[str, tuple[int, ...]], ...], tuple[int, ...] | None] = {}
+        self._layouts: dict[_Key, Layout | None] = {}
+        self._shapes: dict[_Key, tuple[int, ...] | None] = {}
         self._open: dict[str, Any] = {}  # model tensors that wait for another of the file
 
     @abstractmethod
@@ -53,47 +57,52 @@ class TensorMap(ABC):
         convert() shows."""
         return None
 
-    def sources(self, target: str) -> list[str]:
-        """The tensors whose rows the target has one after the other; none if it is not such."""
-        return []
+    def sources(self, target: str | None) -> dict[str, int]:
+        """{tensor of the file: how many rows}, of which the target has all; none if it is not such.
+        A file may have another tensor for the target instead."""
+        return {}
 
     def shape(self, tensors: dict[str, tuple[int, ...]]) -> tuple[int, ...] | None:
         """The shape of the one model tensor that these tensors of the file, {name: shape}, make.
 
         None if they make none, or more than one. Found by converting zeros, a byte for each value.
         """
-        key = tuple((_any_layer(name), shape) for name, shape in tensors.items())
+        key = _key_of(tensors)
         if key not in self._shapes:
-            made: dict[str, Tensor] = {}
-            for name, shape in tensors.items():
-                made |= self._try(name, as_strided(np.zeros(1, np.int8), shape, [0] * len(shape)))
-            self._forget()
-            self._shapes[key] = tuple(next(iter(made.values())).shape) if len(made) == 1 else None
+            zeros = {
+                name: as_strided(np.zeros(1, np.int8), shape, [0] * len(shape))
+                for name, shape in tensors.items()
+            }
+            made = self._try(zeros)
+            self._shapes[key] = None if made is None else tuple(made.shape)
         return self._shapes[key]
 
-    def layout(self, name: str, shape: tuple[int, int]) -> Layout | None:
-        """How the model has a 2-D tensor [N, K] of the file.
+    def layout(self, tensors: dict[str, tuple[int, int]]) -> Layout | None:
+        """How the model has the rows of these tensors of the file, {name: [N, K]} of one K, as one
+        matrix.
 
         None if it is more than an order of rows or of columns, or has other values. The model may
         have it as [N, 1, K].
         """
-        key = (_any_layer(name), shape)
+        key = _key_of(tensors)
         if key not in self._layouts:
-            self._layouts[key] = self._find_layout(name, *shape)
+            self._layouts[key] = self._find_layout(tensors)
         return self._layouts[key]
 
-    def _find_layout(self, name: str, n: int, k: int) -> Layout | None:
+    def _find_layout(self, tensors: dict[str, tuple[int, int]]) -> Layout | None:
         """Found by converting matrices of this very shape: smaller ones may be treated otherwise.
 
         The matrices hold digits of the row, then of the column, that a value is in: a signed byte
         for each value (transformers takes unsigned bytes for blocks), and no memory where the
         conversion changes nothing, as for large embeddings.
         """
+        counts = {name: shape[0] for name, shape in tensors.items()}
+        n, k = sum(counts.values()), next(iter(tensors.values()))[1]
         for transposed in (False, True):
-            rows = self._order(name, np.arange(n)[:, None], (n, k), transposed)
+            rows = self._order(counts, np.arange(n)[:, None], (n, k), transposed)
             columns = None
             if rows is not None:
-                columns = self._order(name, np.arange(k)[None], (n, k), transposed)
+                columns = self._order(counts, np.arange(k)[None], (n, k), transposed)
             if rows is None or columns is None:
                 continue
             other_rows = None if np.array_equal(rows, np.arange(n)) else rows
@@ -105,21 +114,21 @@ class TensorMap(ABC):
         return None
 
     def _order(
-        self, name: str, index: np.ndarray, shape: tuple[int, int], transposed: bool
+        self, counts: dict[str, int], index: np.ndarray, shape: tuple[int, int], transposed: bool
     ) -> np.ndarray | None:
         """Which row or column of the file each of the model's is; None if it is not an order.
 
-        index numbers the rows (as a column) or the columns (as a row).
+        counts: of rows. index numbers the rows (as a column) or the columns (as a row).
         """
-        order = np.zeros(index.size, np.int64)
+        order, ends = np.zeros(index.size, np.int64), [*accumulate(counts.values())][:-1]
         for shift in range(0, max(1, (index.size - 1).bit_length()), 7):
             digits = np.ascontiguousarray(index >> shift & 127, np.int8)
             strides = np.broadcast_to(digits, shape).strides
-            made = self._try(name, as_strided(digits, shape, strides))
-            self._forget()
-            if len(made) != 1:
+            parts = np.split(as_strided(digits, shape, strides), ends)
+            made = self._try(dict(zip(counts, parts, strict=True)))
+            if made is None:
                 return None
-            out = next(iter(made.values())).numpy()
+            out = made.numpy()
             out = out.T if transposed else out
             if out.ndim == 3 and out.shape[1] == 1:  # taps of each channel
                 out = out[:, 0]
@@ -131,13 +140,18 @@ class TensorMap(ABC):
             order += first.ravel().astype(np.int64) << shift
         return order if np.array_equal(np.sort(order), np.arange(order.size)) else None
 
-    def _try(self, name: str, value: np.ndarray) -> dict[str, Tensor]:
-        """convert(name, value); {} where transformers cannot convert it."""
+    def _try(self, values: dict[str, np.ndarray]) -> Tensor | None:
+        """The one tensor that convert makes of these; None: not one, or it cannot."""
+        made: dict[str, Tensor] = {}
         try:
             with np.errstate(all="ignore"):
-                return self.convert(name, value)
-        except Exception:  # whatever its arithmetic on a strange shape raises
-            return {}
+                for name, value in values.items():
+                    made |= self.convert(name, value)
+        except Exception:  # whatever transformers' arithmetic on a strange shape raises
+            return None
+        finally:
+            self._forget()
+        return next(iter(made.values())) if len(made) == 1 else None
 
     def _forget(self) -> None:
         """Drop the tensors that wait for another."""
@@ -156,6 +170,6 @@ def negated_exp(value: np.ndarray, name: str) -> np.ndarray:
     return -found
 
 
-def _any_layer(name: str) -> str:
-    """The name without the layer's number: transformers treats all layers alike."""
-    return re.sub(r"\.\d+\.", ".#.", name)
+def _key_of(tensors: Mapping[str, tuple[int, ...]]) -> _Key:
+    """Without the layers' numbers: transformers treats all layers alike."""
+    return tuple((re.sub(r"\.\d+\.", ".#.", name), shape) for name, shape in tensors.items())

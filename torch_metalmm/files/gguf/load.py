@@ -34,6 +34,7 @@ from .architectures import model_config
 from .derive import ROPE_DIVISORS
 from .experts import Experts, experts_of, put_experts
 from .file import GgufFile
+from .joined import common_format, joined_rows
 from .layout import Layout, TensorMap
 from .map import layer_of, tensor_map
 from .rows import Architecture
@@ -151,6 +152,7 @@ class _Packed:
 
     sources: list[str]  # several have the rows one after the other
     names: list[str]
+    format: str
     layout: Layout
 
 
@@ -245,17 +247,14 @@ def _plan(
         if target is None or target not in state:
             plan.unused.append(name)
             continue
-        names = plan.names[target]
-        sources = mapping.sources(target)
-        if len(sources) > 1 and _joins(file, model, sources, names):
-            if name == sources[0]:
-                plan.packed.append(_Packed(sources, names, Layout()))
-            continue
-        layout = _packed_layout(file, model, mapping, name, names)
-        if layout is None:
+        joined = mapping.sources(target)
+        item = _packed_of(
+            file, model, mapping, [*joined] if name in joined else [name], plan.names[target]
+        )
+        if item is None:
             plan.dense.append(name)
-        else:
-            plan.packed.append(_Packed([name], names, layout))
+        elif name == item.sources[0]:
+            plan.packed.append(item)
     for end, key in row.parameters.items():
         for name in (n for n in state if n.endswith(end)):
             plan.numbers[name] = _number(file, key, layer_of(name))
@@ -305,28 +304,22 @@ def _names_to_fill(model: Any, given: set[str]) -> dict[str, list[str]]:
     return result
 
 
-def _joins(file: GgufFile, model: nn.Module, sources: list[str], names: list[str]) -> bool:
-    """Whether the rows of these tensors, one after the other, stay packed as one matrix."""
-    entries = [file.tensors.get(source) for source in sources]
-    kinds = {None if entry is None else (entry.format, entry.shape[-1]) for entry in entries}
-    return len(kinds) == 1 and None not in kinds and can_pack(model, names)
-
-
-def _packed_layout(
-    file: GgufFile, model: nn.Module, mapping: TensorMap, name: str, names: list[str]
-) -> Layout | None:
-    """How the tensor stays packed in the model; None if it cannot."""
-    shape = file.tensors[name].shape
-    if len(shape) != 2 or not can_pack(model, names):
+def _packed_of(
+    file: GgufFile, model: nn.Module, mapping: TensorMap, sources: list[str], names: list[str]
+) -> _Packed | None:
+    """How the rows of these tensors stay packed in the model; None if they cannot."""
+    shapes = {source: file.tensors[source].shape for source in sources}
+    format = common_format({file.tensors[source].format for source in sources})
+    if format is None or any(len(s) != 2 for s in shapes.values()) or not can_pack(model, names):
         return None
     modules = [model.get_submodule(n.rpartition(".")[0]) for n in names]
-    layout = mapping.layout(name, shape)
+    layout = mapping.layout(shapes)
     if layout is None or layout.transposed != is_conv1d(modules[0]):
         return None
     if layout.columns is not None and not all(isinstance(m, nn.Linear) for m in modules):
         return None
     # Conv1D keeps W transposed and GGUF does not: transformers turns it, a packed layer need not.
-    return layout
+    return _Packed(sources, names, format, layout)
 
 
 def _warn(file: GgufFile, plan: _Plan, dtype: torch.dtype, config: Any) -> None:
@@ -354,19 +347,11 @@ def _warn(file: GgufFile, plan: _Plan, dtype: torch.dtype, config: Any) -> None:
         warnings.warn(f"not used by the model: {summary(plan.unused)}", stacklevel=3)
 
 
-def _rows(file: GgufFile, item: _Packed) -> Tensor:
-    parts = [file.packed(source) for source in item.sources]
-    return parts[0] if len(parts) == 1 else torch.cat(parts)
-
-
-def _format(file: GgufFile, item: _Packed) -> str:
-    return file.tensors[item.sources[0]].format
-
-
 def _put_empty(model: Any, file: GgufFile, plan: _Plan) -> None:
     """Packed layers without data, from whose formats and sizes shard_ sees what to divide."""
     for item in plan.packed:
-        put_packed(model, item.names, _rows(file, item).to("meta"), _format(file, item))
+        rows = joined_rows(file, item.sources, item.format)
+        put_packed(model, item.names, rows.to("meta"), item.format)
         if item.layout.columns is not None:
             order = torch.empty(len(item.layout.columns), dtype=torch.int64, device="meta")
             set_input_order(model, item.names, order)
@@ -376,14 +361,14 @@ def _fill(
     model: Any, file: GgufFile, mapping: TensorMap, plan: _Plan, device: torch.device | str
 ) -> None:
     for item in plan.packed:
-        weight, name = _rows(file, item), item.names[0]
+        weight, name = joined_rows(file, item.sources, item.format), item.names[0]
         if item.layout.rows is not None:
             rows = part_of_rows(model, name, torch.from_numpy(item.layout.rows))
             # numpy, because torch's index_select is 100 times slower on rows of bytes
             weight = part_of_columns(model, name, torch.from_numpy(weight.numpy()[rows.numpy()]))
         else:
             weight = part_of(model, name, weight)
-        put_packed(model, item.names, place(weight, device), _format(file, item))
+        put_packed(model, item.names, place(weight, device), item.format)
         if item.layout.columns is not None:
             order = torch.from_numpy(item.layout.columns.argsort())
             order = part_of(model, f"{name.removesuffix('weight')}input_order", order)

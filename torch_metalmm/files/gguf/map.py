@@ -7,7 +7,7 @@ undo what llama.cpp's converter did, or those of processors.py.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from typing import Any
 
 import numpy as np
@@ -41,7 +41,7 @@ def _arches() -> dict[str, Any]:
 
 
 def gguf_names(model: Any, layers: Iterable[str]) -> dict[str, str]:
-    """{layer of the transformers model: its weight's name in GGUF files}, of those that have one.
+    """{tensor of GGUF files: the layer of the transformers model whose weight has its rows}.
 
     ValueError: gguf knows no architecture of the model's type.
     """
@@ -60,25 +60,27 @@ def gguf_names(model: Any, layers: Iterable[str]) -> dict[str, str]:
     own = _names_of(model, [row for _, row in rows])
     named = {}
     for layer in layers:
-        end = next((end for end in own if f"{layer}.weight".endswith(f".{end}")), None)
+        leaves = next((own[end] for end in own if f"{layer}.weight".endswith(f".{end}")), None)
         # gguf has names of models with a head alone for some layers.
         name = known.get_name(layer) or known.get_name(f"model.{layer}")
-        if end is not None:
-            named[layer] = f"blk.{layer_of(layer)}.{own[end]}"
+        if leaves is not None:
+            named |= {f"blk.{layer_of(layer)}.{leaf}": layer for leaf in leaves}
         elif name is not None:
-            named[layer] = f"{name}.weight"
+            named[f"{name}.weight"] = layer
     return named
 
 
-def _names_of(model: Any, rows: Iterable[Architecture]) -> Mapping[str, str]:
-    """The names of that row of which the model has most, as Architecture has them."""
+def _names_of(model: Any, rows: Iterable[Architecture]) -> dict[str, tuple[str, ...]]:
+    """{end of a name in the model: ends in the file}, of that row of which the model has most."""
     weights = [*model.state_dict()]
 
     def fits(row: Architecture) -> tuple[int, int]:
         count = sum(any(w.endswith(f".{end}") for w in weights) for end in row.names)
         return count - len(row.names), count
 
-    return max(rows, key=fits, default=Architecture("")).names
+    best = max(rows, key=fits, default=Architecture(""))
+    joined = {end: tuple(leaves) for end, leaves in best.joined.items()}
+    return {end: (leaf,) for end, leaf in best.names.items()} | joined
 
 
 def layer_of(name: str) -> int | None:
@@ -110,7 +112,10 @@ class _ProcessorMap(TensorMap):
             for target in (t for t in targets if t.endswith(end)):
                 self._names[f"blk.{layer_of(target)}.{leaf}"] = target
         self._sources = {
-            target: [f"blk.{layer_of(target)}.{leaf}" for leaf in leaves]
+            target: {
+                f"blk.{layer_of(target)}.{leaf}": rows(model.config)
+                for leaf, rows in leaves.items()
+            }
             for end, leaves in row.joined.items()
             for target in targets
             if target.endswith(end)
@@ -137,18 +142,21 @@ class _ProcessorMap(TensorMap):
         found = self._names.get(name) or self._names.get(name.removesuffix(".weight"))
         return found if isinstance(found, str) else None
 
-    def sources(self, target: str) -> list[str]:
-        return self._sources.get(target, [])
+    def sources(self, target: str | None) -> dict[str, int]:
+        return self._sources.get(target or "", {})
 
     def convert(self, name: str, value: np.ndarray) -> dict[str, Tensor]:
         joined = self.target(name)
-        if joined is not None and joined in self._sources:
+        sources = self.sources(joined)
+        if name in sources:
+            if len(value) != sources[name]:
+                return {}
             parts = self._open.setdefault(joined, {})
-            parts[name] = torch.from_numpy(value)
-            if len(parts) < len(self._sources[joined]):
+            parts[name] = value
+            if len(parts) < len(sources):
                 return {}
             del self._open[joined]
-            return {joined: torch.cat([parts[source] for source in self._sources[joined]])}
+            name, value = next(iter(sources)), np.concatenate([parts[part] for part in sources])
         # Some processors store what they make themselves, gate and up experts in two calls.
         done = self._processor.process(
             weights=value,

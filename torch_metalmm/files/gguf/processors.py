@@ -74,11 +74,38 @@ class FalconProcessor(TensorProcessor):
             groups = self.config["num_key_value_heads"]
             size = weights.shape[0] // (self.config["num_attention_heads"] + 2 * groups)
             ends = [weights.shape[0] - 2 * groups * size, weights.shape[0] - groups * size]
-            parts = [
-                part.reshape(groups, -1, *weights.shape[1:]) for part in np.split(weights, ends)
-            ]
-            weights = np.concatenate(parts, 1).reshape(weights.shape)
+            weights = _by_group(weights, groups, ends)
         return GGUFTensor(weights, name, {})
+
+
+class KindsProcessor(GateProcessor):
+    """Qwen3-Next. Rows of queries, keys, values and gates by head of keys, which files have one
+    kind at a time; norms are sums with 1 in the file, but that of a linear layer; A is
+    -exp(A_log)."""
+
+    def process(self, weights: np.ndarray, name: str, **kwargs: Any) -> Any:
+        if ".attn_qkv." in name:
+            heads = self.config["linear_num_key_heads"]
+            keys = heads * self.config["linear_key_head_dim"]
+            values = (len(weights) - 2 * keys) // 2
+            weights = _by_group(weights, heads, [keys, 2 * keys, 2 * keys + values])
+        elif name.endswith("norm.weight") and ".ssm_norm." not in name:
+            weights = weights - 1
+        elif name.endswith(".ssm_a"):
+            weights = np.log(-weights)
+        elif ".ssm_conv1d." in name:
+            weights = np.expand_dims(weights, 1)
+        return super().process(weights, name, **kwargs)
+
+    def restored(self, value: np.ndarray, name: str) -> np.ndarray | None:
+        """As HybridProcessor's."""
+        return negated_exp(value, name) if name.endswith(".ssm_a") else None
+
+
+def _by_group(weights: np.ndarray, groups: int, ends: list[int]) -> np.ndarray:
+    """Rows of several kinds, which end there, by group; each has as many of a kind."""
+    parts = [part.reshape(groups, -1, *weights.shape[1:]) for part in np.split(weights, ends)]
+    return np.concatenate(parts, 1).reshape(weights.shape)
 
 
 class HybridProcessor(TensorProcessor):

@@ -93,6 +93,13 @@ _QWEN35 = _RMS | {
     "ssm.time_step_rank": "linear_num_value_heads",
 }
 _SHARED_WIDTH = {"expert_shared_feed_forward_length": "shared_expert_intermediate_size"}
+_QWEN35_EXPERTS = _QWEN35 | _CHOSEN | _WIDTH | _SHARED_WIDTH | {"expert_count": "num_experts"}
+_RECURRENT = {
+    "attention.recurrent_layers": derive.qwen35_recurrent,
+    "full_attention_interval": derive.full_attention_interval,
+    "ssm.inner_size": derive.rows_of_values,
+}
+_RECURRENT_READ = {"layer_types": derive.qwen35_layers, "linear_value_head_dim": derive.ssm_head}
 _T5 = {
     "context_length": "n_positions",
     "embedding_length": "d_model",
@@ -133,7 +140,8 @@ class Architecture:
     {attribute: what the file's config has in its place}, of models that say the same in two ways.
     names:
     ends of names in the model that the gguf package does not know, and those in the file. joined:
-    {end of a name in the model: ends of the tensors whose rows it has, one after the other}.
+    {end of a name in the model: {end of a tensor whose rows it has: how many, by the config}}, one
+    tensor after the other before the processor.
     parameters: {end of a name in the model: the whole key of the numbers that its layers have}.
     latent: whether its heads share a latent of keys and values (latent.py). spoiled: a pattern of
     the names' ends of biases that are refused, as llama.cpp's converter writes others than the
@@ -152,7 +160,7 @@ class Architecture:
     computed: Mapping[str, Callable[[Any], Any]] = field(default_factory=dict)
     stated: Mapping[str, Callable[[Any], Any]] = field(default_factory=dict)
     names: Mapping[str, str] = field(default_factory=dict)
-    joined: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+    joined: Mapping[str, Mapping[str, Callable[[Any], int]]] = field(default_factory=dict)
     parameters: Mapping[str, str] = field(default_factory=dict)
     latent: bool = False
     spoiled: str = ""
@@ -207,9 +215,17 @@ _HYBRID = Architecture(
         "mamba.D": "ssm_d",
         "shared_mlp.output_linear.weight": "ffn_down.weight",
     },
-    joined={"shared_mlp.input_linear.weight": ("ffn_gate.weight", "ffn_up.weight")},
+    joined={
+        "shared_mlp.input_linear.weight": dict.fromkeys(
+            ("ffn_gate.weight", "ffn_up.weight"), derive.rows_of_shared
+        )
+    },
 )
-_SHARED_ROWS = {"shared_mlp.input_linear.weight": ("ffn_gate_shexp.weight", "ffn_up_shexp.weight")}
+_SHARED_ROWS = {
+    "shared_mlp.input_linear.weight": dict.fromkeys(
+        ("ffn_gate_shexp.weight", "ffn_up_shexp.weight"), derive.rows_of_shared
+    )
+}
 _MIXED = {
     "shared_mlp.output_linear.weight": "ffn_down_shexp.weight",
     "block_sparse_moe.router.weight": "ffn_gate_inp.weight",
@@ -491,21 +507,29 @@ ARCHITECTURES = {
     "qwen35": Architecture(
         "qwen3_5_text",
         _QWEN35,
-        computed={
-            "attention.recurrent_layers": derive.qwen35_recurrent,
-            "full_attention_interval": derive.full_attention_interval,
-            "rope.dimension_sections": lambda c: [*c.rope_parameters["mrope_section"], 0],
-            "ssm.inner_size": lambda c: c.linear_num_value_heads * c.linear_value_head_dim,
-        },
+        computed=_RECURRENT
+        | {"rope.dimension_sections": lambda c: [*c.rope_parameters["mrope_section"], 0]},
         stated={"rope_parameters": derive.qwen35_sections},
-        derived={
-            "layer_types": derive.qwen35_layers,
-            "linear_value_head_dim": derive.ssm_head,
-            "rope_parameters": derive.qwen35_rotation,
-        },
+        derived=_RECURRENT_READ | {"rope_parameters": derive.qwen35_rotation},
     ),
     "qwen3moe": Architecture(
         "qwen3_moe", _EXPERTS | _WIDTH, processor="GateProcessor", has={"norm_topk_prob": True}
+    ),
+    "qwen3next": Architecture(
+        "qwen3_next",
+        _QWEN35_EXPERTS,
+        processor="KindsProcessor",
+        has={"norm_topk_prob": True},
+        computed=_RECURRENT,
+        derived=_RECURRENT_READ,
+        names={"linear_attn.dt_bias": "ssm_dt.bias", "linear_attn.A_log": "ssm_a"},
+        # Files of 2025 have one matrix, ssm_in, in the order of the model's.
+        joined={
+            "linear_attn.in_proj_qkvz.weight": {
+                "attn_qkv.weight": derive.rows_of_convolution,
+                "attn_gate.weight": derive.rows_of_values,
+            }
+        },
     ),
     "qwen3vl": Architecture("qwen3", writes=False),
     "seed_oss": Architecture("seed_oss"),
@@ -536,7 +560,7 @@ ARCHITECTURES = {
 ARCHITECTURES["qwen35moe"] = replace(
     ARCHITECTURES["qwen35"],
     model_type="qwen3_5_moe_text",
-    keys=_QWEN35 | _CHOSEN | _WIDTH | _SHARED_WIDTH | {"expert_count": "num_experts"},
+    keys=_QWEN35_EXPERTS,
 )
 ARCHITECTURES["t5encoder"] = replace(ARCHITECTURES["t5"], has={"architectures": ["T5EncoderModel"]})
 # Of a name that several models have, rows of files in which a key is this; None: anything but 0.

@@ -146,10 +146,10 @@ def _tensors(
             continue  # of columns, which the layer's weight is written by
         if target not in names:
             raise ValueError(f"{target} has no place in a GGUF file of a {architecture} model")
-        if sources := mapping.sources(target):
-            tensors |= _apart(sources, target, module, value)
-            continue
-        tensors[names[target]] = _stored(mapping, names[target], target, module, value)
+        whole, format = _stored(mapping, names[target], target, module, value)
+        rows = mapping.sources(target) or {names[target]: len(whole)}
+        parts = whole.split([*rows.values()])
+        tensors |= {name: (part, format) for name, part in zip(rows, parts, strict=True)}
     divisors = llama3_divisors(model.config, architecture)
     if divisors is not None:
         tensors[ROPE_DIVISORS] = divisors.float(), "f32"
@@ -159,7 +159,7 @@ def _tensors(
 def _stored(
     mapping: TensorMap, name: str, target: str, module: Any, value: Tensor
 ) -> tuple[Tensor, str]:
-    """What the file has for a parameter of the module, and its format."""
+    """What the file has for a parameter of the module, all of its sources' rows, and the format."""
     matrix = isinstance(module, nn.Linear | nn.Embedding) and target.endswith(".weight")
     shape = tuple(weight_shape(module) if matrix else value.shape)
     if shape[0] == 1 and mapping.shape({name: shape[1:]}) == shape:
@@ -176,18 +176,6 @@ def _stored(
         dense = value.t() if is_conv1d(module) else value
         return _matrix(mapping, name, target, dense), _name_of(dense.dtype, target)
     return _others(mapping, name, target, value.float().cpu()), "f32"
-
-
-def _apart(
-    sources: list[str], target: str, module: Any, value: Tensor
-) -> dict[str, tuple[Tensor, str]]:
-    """The tensors whose rows the matrix of a module has, one after the other."""
-    packed = isinstance(module, QuantLinear)
-    if packed:
-        check_format(target, module.format)
-    format = module.format if packed else _name_of(value.dtype, target)
-    rows = value.cpu().contiguous().chunk(len(sources))
-    return {name: (part, format) for name, part in zip(sources, rows, strict=True)}
 
 
 def _packed(
@@ -236,7 +224,8 @@ def _placement(
 
     ValueError: the file has more than another order of them.
     """
-    layout = mapping.layout(name, shape)
+    rows = mapping.sources(target) or {name: shape[0]}
+    layout = mapping.layout({part: (count, shape[1]) for part, count in rows.items()})
     if layout is None or layout.transposed:
         raise ValueError(f"{target} is not a matrix of a GGUF file, row by row")
     return layout.rows, None if layout.columns is None else layout.columns.argsort()
