@@ -241,7 +241,7 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
                   "num_position_embeddings": 16}}),
     "qwen3": ("Qwen3", _ODD),
     "qwen3-moe": ("Qwen3Moe", _ODD | _CHOSEN | {"norm_topk_prob": True}),
-    "qwen3-next": ("Qwen3Next", _ODD | _HALF | _LINEAR | _CHOSEN | {"linear_value_head_dim": 14,
+    "qwen3-next": ("Qwen3Next", _ODD | _HALF | _LINEAR | _CHOSEN | {"linear_value_head_dim": 16,
                    "shared_expert_intermediate_size": 44}),
     "qwen3_5": ("Qwen3_5", _ODD | _LINEAR | {"rope_parameters": {"rope_type": "default",
                 "rope_theta": 700.0, "partial_rotary_factor": 0.5, "mrope_interleaved": True,

@@ -127,8 +127,7 @@ def with_nextn(path: Path, architecture: str) -> Path:
         f"blk.{count}.nextn.hnorm.weight": (np.roll(norm, 1), "f32"),
         f"blk.{count}.nextn.shared_head_norm.weight": (np.roll(norm, 2), "f32"),
     }
-    each = {k: [*v, v[-1]] for k, v in values.items() if isinstance(v, list) and len(v) == count}
-    values |= each | {"block_count": count + 1, "nextn_predict_layers": 1}
+    values |= {"block_count": count + 1, "nextn_predict_layers": 1}
     return write_gguf(
         path.with_name("with.gguf"), architecture, tensors, values, words, tokenizer=False
     )

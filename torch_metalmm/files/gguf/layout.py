@@ -57,7 +57,7 @@ class TensorMap(ABC):
         convert() shows."""
         return None
 
-    def sources(self, target: str | None) -> dict[str, int]:
+    def sources(self, target: str) -> dict[str, int]:
         """{tensor of the file: how many rows}, of which the target has all; none if it is not such.
         A file may have another tensor for the target instead."""
         return {}
@@ -77,7 +77,7 @@ class TensorMap(ABC):
             self._shapes[key] = None if made is None else tuple(made.shape)
         return self._shapes[key]
 
-    def layout(self, tensors: dict[str, tuple[int, int]]) -> Layout | None:
+    def layout(self, tensors: dict[str, tuple[int, ...]]) -> Layout | None:
         """How the model has the rows of these tensors of the file, {name: [N, K]} of one K, as one
         matrix.
 
@@ -89,7 +89,7 @@ class TensorMap(ABC):
             self._layouts[key] = self._find_layout(tensors)
         return self._layouts[key]
 
-    def _find_layout(self, tensors: dict[str, tuple[int, int]]) -> Layout | None:
+    def _find_layout(self, tensors: dict[str, tuple[int, ...]]) -> Layout | None:
         """Found by converting matrices of this very shape: smaller ones may be treated otherwise.
 
         The matrices hold digits of the row, then of the column, that a value is in: a signed byte

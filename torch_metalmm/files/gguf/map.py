@@ -58,7 +58,7 @@ def gguf_names(model: Any, layers: Iterable[str]) -> dict[str, str]:
         raise ValueError(f"gguf has no architecture for models of the type {kind!r}")
     known = get_tensor_name_map(arches[found], model.config.get_text_config().num_hidden_layers)
     own = _names_of(model, [row for _, row in rows])
-    named = {}
+    named: dict[str, str] = {}
     for layer in layers:
         leaves = next((own[end] for end in own if f"{layer}.weight".endswith(f".{end}")), None)
         # gguf has names of models with a head alone for some layers.
@@ -142,11 +142,11 @@ class _ProcessorMap(TensorMap):
         found = self._names.get(name) or self._names.get(name.removesuffix(".weight"))
         return found if isinstance(found, str) else None
 
-    def sources(self, target: str | None) -> dict[str, int]:
-        return self._sources.get(target or "", {})
+    def sources(self, target: str) -> dict[str, int]:
+        return self._sources.get(target, {})
 
     def convert(self, name: str, value: np.ndarray) -> dict[str, Tensor]:
-        joined = self.target(name)
+        joined = self.target(name) or ""
         sources = self.sources(joined)
         if name in sources:
             if len(value) != sources[name]:

@@ -138,10 +138,9 @@ class Architecture:
     says, or whose key a file may leave out. derived: {attribute: what it is by the others and the
     file}. computed: {key: what it is by the config}, which a read takes from the others. stated:
     {attribute: what the file's config has in its place}, of models that say the same in two ways.
-    names:
-    ends of names in the model that the gguf package does not know, and those in the file. joined:
-    {end of a name in the model: {end of a tensor whose rows it has: how many, by the config}}, one
-    tensor after the other before the processor.
+    names: ends of names in the model that the gguf package does not know, and those in the file.
+    joined: {end of a name in the model: {end of a tensor whose rows it has: how many, by the
+    config}}; the processor is given all of them, one after the other, under the first's name.
     parameters: {end of a name in the model: the whole key of the numbers that its layers have}.
     latent: whether its heads share a latent of keys and values (latent.py). spoiled: a pattern of
     the names' ends of biases that are refused, as llama.cpp's converter writes others than the

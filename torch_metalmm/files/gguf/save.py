@@ -63,10 +63,11 @@ def save_gguf(
     tokenizer: a fast one, BPE; None for a file of weights alone, which load_gguf and llama.cpp's
     programs for text refuse; its library reads them.
     Packed layers and experts keep their bytes, their rows in the order that llama.cpp has for q and
-    k and for heads of V; dense matrices keep their dtype, everything else is f32. The columns of
-    Qwen3.5's linear_attn.out_proj are in that order, too: where it parts the blocks of a format,
-    the layer is packed again in q8_0, with a warning. load_gguf reads an equal model. The file is
-    complete before it appears under its name.
+    k, for heads of V, and for q, k, v and z of Qwen3-Next, which are two tensors; dense matrices
+    keep their dtype, everything else is f32. The columns of Qwen3.5's linear_attn.out_proj are in
+    llama.cpp's order, too: where it parts the blocks of a format, the layer is packed again in
+    q8_0, with a warning. load_gguf reads an equal model. The file is complete before it appears
+    under its name.
     FileExistsError: there is such a file, and not `replace`. OSError: it cannot be written.
     ValueError, before anything is written: no transformers model, without an output head, or of a
     type that is not among those written; the head is of another model; a layer in a format that
@@ -148,7 +149,7 @@ def _tensors(
             raise ValueError(f"{target} has no place in a GGUF file of a {architecture} model")
         whole, format = _stored(mapping, names[target], target, module, value)
         rows = mapping.sources(target) or {names[target]: len(whole)}
-        parts = whole.split([*rows.values()])
+        parts = torch.split(whole, [*rows.values()])
         tensors |= {name: (part, format) for name, part in zip(rows, parts, strict=True)}
     divisors = llama3_divisors(model.config, architecture)
     if divisors is not None:
