@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from threading import get_ident
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn.modules.module import _has_any_global_hook
 
 from .activations import Activations, of_call, set_activations
 from .collective import all_reduce
@@ -23,19 +21,13 @@ _swiglu_linear = torch.ops.metalmm.swiglu_linear.default
 
 FORMS = ("swiglu", "swiglu_linear")
 PLAIN = (QuantLinear, RowsLinear, ColumnsLinear)
-_TRACE = 0  # in place of a thread: torch.compile and export, where tensors have no versions
 
 
 class MergedLinear(Activations, nn.Module):
     """Linear layers of one input as one: their rows in one weight, uint8 [sum of N, row_bytes].
 
-    The layers stay in the model as LinearParts, which own nothing. Within a forward of their parent
-    the first part computes for all, and each other part takes its output; called in any other way,
-    a part computes alone. A waiting output belongs to one forward and one thread, and is taken only
-    for the same tensor, unchanged since: the tensor's version says so, where it has one, and so
-    does what fuse_ read in the parent's code, as long as layers and hooks are the same. For a
-    tensor that requires grad each part computes alone, since an in-place op on one output would
-    invalidate the others' gradients.
+    The layers stay in the model as LinearParts, which own nothing and compute alone where the
+    model calls them; a fused layer calls this module, for all at once.
 
     state_dict has the layers' own names and nothing of this module.
     """
@@ -44,14 +36,10 @@ class MergedLinear(Activations, nn.Module):
     bias: Tensor | None
     originals: list[QuantLinear]
 
-    def __init__(self, layers: dict[str, QuantLinear], between: tuple[str, ...] = ()) -> None:
-        """layers: by their names below the parent, in the order of their calls.
-
-        between: the names of other children that are called between the layers.
-        """
+    def __init__(self, layers: dict[str, QuantLinear]) -> None:
+        """layers: by their names below the parent, in the order of their rows."""
         super().__init__()
-        self.names, self.between = tuple(layers), between
-        self.beside: tuple[str, ...] = ()  # those of `between` that are packed layers and may get x
+        self.names = tuple(layers)
         self.originals = list(layers.values())
         first = self.originals[0]
         self.format, self.in_features = first.format, first.in_features
@@ -68,37 +56,19 @@ class MergedLinear(Activations, nn.Module):
             biases = torch.cat([layer.bias.detach() for layer in self.originals])
             bias = nn.Parameter(biases, requires_grad=False)
         self.register_parameter("bias", bias)
-        # {thread in a forward of the parent: nothing yet, or (x, its version, what waits)}
-        self._held: dict[int, tuple[()] | tuple[Tensor, int | None, dict[int, Tensor]]] = {}
-        self._hooks: list[Any] = []
-        self.hook_numbers: tuple[int, ...] = ()  # of them, among the parent's
         # Emptied, so that their bytes exist once. In a list they are no children: the parts are.
         for layer in self.originals:
             layer._parameters.update(weight=None, bias=None)
 
-    def attach(self, parent: nn.Module, together: bool = True) -> None:
-        """Put the parts in place of the layers, and this module beside the parts.
-
-        together: the parts compute for each other; else all at once is only this module's forward.
-        """
-        children = parent._modules
-        self.beside = tuple(n for n in self.between if isinstance(children[n], QuantLinear))
+    def attach(self, parent: nn.Module) -> None:
+        """Put the parts in place of the layers, and this module beside the parts."""
         for index, name in enumerate(self.names):
-            parent.set_submodule(name, LinearPart(self, index))
+            part = LinearPart(self, index).train(self.originals[index].training)
+            parent.set_submodule(name, part)
         parent.add_module(self._name(), self)
-        if not together:
-            return
-        self._hooks = [
-            parent.register_forward_pre_hook(self.open),
-            parent.register_forward_hook(self.close, always_call=True),
-        ]
-        self.hook_numbers = tuple(hook.id for hook in self._hooks)
-        self._settings = Settings([parent])
 
     def detach(self, parent: nn.Module) -> None:
         """Undo attach. Adapters around the parts stay, around the layers."""
-        for hook in self._hooks:
-            hook.remove()
         for name, part in list(parent.named_modules()):
             if isinstance(part, LinearPart) and part.merged is self:
                 parent.set_submodule(name, self.restore(part.index).train(part.training))
@@ -106,57 +76,6 @@ class MergedLinear(Activations, nn.Module):
 
     def _name(self) -> str:
         return "merged_" + "_".join(self.names).replace(".", "_")
-
-    def open(self, parent: nn.Module, args: Any) -> None:
-        """The parent's forward begins. Nothing waits in a forward that may do what was not read."""
-        self.close()
-        children: dict[str, Any] = parent._modules
-        for name in self.names:
-            part: Any = children.get(name)
-            if getattr(part, "merged", None) is not self or not unhooked(part):
-                return
-        for name in self.between:
-            if not unhooked(children[name]):
-                return
-        for name in self.beside:
-            if not isinstance(children[name], QuantLinear):
-                return
-        if not self._settings.same():
-            return
-        hooked = _has_any_global_hook()  # type: ignore[no-untyped-call]
-        if not hooked and "forward" not in parent.__dict__:
-            self._held[_thread()] = ()
-
-    def close(self, *of_a_hook: Any) -> None:
-        """The parent's forward ends: a traced one perhaps in the part that runs after a break."""
-        self._held.pop(_thread(), None)
-        self._held.pop(_TRACE, None)
-
-    def take(self, x: Tensor, index: int) -> Tensor:
-        """The output of layer `index` for x."""
-        thread = _thread()
-        held = self._held.get(thread)
-        if held is None or (x.requires_grad and thread != _TRACE):
-            return self._alone(x, index)
-        version = None if thread == _TRACE or x.is_inference() else x._version
-        if index == 0:
-            tensors = self._parameters
-            kind = of_call(self._activations, x)
-            given = entered(self.originals[0], x)
-            y: Tensor = _linear(given, tensors["weight"], tensors["bias"], self.format, **kind)
-            first, *others = [y.narrow(-1, a, b - a) for a, b in self.rows]
-            self._held[thread] = (x, version, dict(enumerate(others, 1)))
-            return first
-        if not held or held[0] is not x or held[1] != version or index not in held[2]:
-            return self._alone(x, index)
-        out = held[2].pop(index)
-        if not held[2]:
-            del self._held[thread]
-        return out
-
-    def _alone(self, x: Tensor, index: int) -> Tensor:
-        given, kind = entered(self.originals[index], x), of_call(self._activations, x)
-        return _linear(given, *self.part(index), self.format, **kind)
 
     def part(self, index: int) -> tuple[Tensor, Tensor | None]:
         """(weight, bias) of layer `index`: views of the merged ones."""
@@ -204,7 +123,6 @@ class LinearPart(QuantLinear):
         self.format, self.index = original.format, index
         self.register_buffer("input_order", None)
         self.__dict__["merged"] = merged  # not a child: it is one of the parent
-        self.train(original.training)
 
     @property
     def activations(self) -> str | None:
@@ -219,7 +137,9 @@ class LinearPart(QuantLinear):
         return self.merged.part(self.index)[1]
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.merged.take(x, self.index)
+        merged = self.merged
+        given, kind = entered(merged.originals[self.index], x), of_call(merged.activations, x)
+        return _linear(given, *merged.part(self.index), self.format, **kind)
 
     def register_parameter(self, name: str, param: nn.Parameter | None) -> None:
         raise ValueError(f"{name} belongs to a fused layer and cannot be set; call unfuse_ first")
@@ -239,11 +159,6 @@ class LinearPart(QuantLinear):
         layer = QuantLinear.from_packed(self.weight, self.in_features, self.format, self.bias)
         copied = {**local_metadata, "assign_to_params_buffers": False}
         layer._load_from_state_dict(state_dict, prefix, copied, *rest)
-
-
-def _thread() -> int:
-    """What a forward is known by."""
-    return _TRACE if torch.compiler.is_compiling() else get_ident()
 
 
 @dataclass(frozen=True)

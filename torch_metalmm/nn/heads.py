@@ -165,20 +165,23 @@ def _projected(
     r: Heads, ops: Ops, pre: Norm | None, x: Tensor, row: Tensor | None
 ) -> tuple[Tensor, Tensor | None, Tensor | None]:
     """(qkv, None, gate), or (q and k, v, gate)."""
-    parts = projected(r, ops, pre, x, row)
-    q_size, k_size = r.heads * r.head_size, r.kv_heads * r.head_size
-    if r.order is None and not (r.v_is_k or r.gate) and len(parts) < 3:
-        return parts[0], parts[1] if len(parts) == 2 else None, None
-    gate: Tensor | None = None
-    if len(parts) == 3:
-        q, k, v = parts
-        qk = torch.cat((q, k), -1)
-    else:
-        row, rest = parts[0], parts[1:]
-        sizes = [q_size, k_size, 0 if r.v_is_k or rest else k_size]
-        q, k, v, gate = torch.split(row, [*sizes, row.shape[-1] - sum(sizes)], -1)
-        qk, v = row[..., : q_size + k_size], rest[0] if rest else k if r.v_is_k else v
-    return qk, v if r.kv_heads else None, gate if r.gate else None
+    qk, *rest = projected(r, ops, pre, x, row)
+    size = (r.heads + r.kv_heads) * r.head_size
+    while qk.shape[-1] < size:
+        qk, *rest = torch.cat((qk, rest[0]), -1), *rest[1:]
+    if not (rest or r.v_is_k or r.gate):
+        return qk, None, None
+    if (behind := qk.shape[-1] - size) > 0:
+        qk, *rest = *torch.split(qk, [size, behind], -1), *rest
+    v = gate = None
+    if rest:
+        v = rest[0] if len(rest) == 1 else torch.cat(rest, -1)
+    if r.v_is_k:
+        v, gate = qk[..., r.heads * r.head_size :], v
+    elif r.gate:
+        of_v = r.kv_heads * r.head_size
+        v, gate = torch.split(v, [of_v, v.shape[-1] - of_v], -1)  # type: ignore[union-attr]
+    return qk, v if r.kv_heads else None, gate
 
 
 def projected(

@@ -11,7 +11,7 @@ from torch import nn
 from torch.nn.modules.module import _has_any_global_hook
 from torch.utils.hooks import RemovableHandle
 
-from .fused import PLAIN, MergedLinear, SwiGLU, owner_of
+from .fused import PLAIN, SwiGLU, owner_of
 from .hidden import is_ours
 from .linear import QuantLinear
 from .router import FusedRouter
@@ -129,16 +129,13 @@ def _forward_is_set(module: nn.Module) -> bool:
 def hooks_are_known(module: nn.Module, captured: set[str]) -> bool:
     """Whether the module has at most hooks that do nothing where the module is not called.
 
-    Those of MergedLinear and LastHidden, and those with which transformers collects outputs of
-    modules, once somebody has asked for some; what they collect is added to `captured`.
+    That of LastHidden, and those with which transformers collects outputs of modules, once somebody
+    has asked for some; what they collect is added to `captured`.
     """
     if module._backward_hooks or module._backward_pre_hooks:
         return False
-    # By their numbers: torch.compile need not know what a bound method is bound to.
-    merged = [m for m in module._modules.values() if isinstance(m, MergedLinear)]
-    ours = [number for m in merged for number in m.hook_numbers]
-    for number, hook in (*module._forward_pre_hooks.items(), *module._forward_hooks.items()):
-        if number in ours or is_ours(hook):
+    for hook in (*module._forward_pre_hooks.values(), *module._forward_hooks.values()):
+        if is_ours(hook):
             continue
         if getattr(hook, "__module__", None) != _CAPTURING or hook.__closure__ is None:
             return False

@@ -1,4 +1,5 @@
-"""fuse_ on layers of one input: what they compute, and how everything is undone and saved."""
+"""Layers of one input that fuse_ has merged: what they compute, and how everything is undone and
+saved."""
 
 from __future__ import annotations
 
@@ -10,10 +11,10 @@ import oracle
 import pytest
 import torch
 from backends import Backend, leaf
-from fuse_cases import Attention, Gated, K, Model, decoded, fused
+from fuse_cases import Attention, Gated, K, Model, decoded, merged
 from inputs import activations
 from oracle import DTYPES, Value, check, spec
-from torch import Tensor, nn
+from torch import nn
 
 from torch_metalmm import QuantLinear, fuse_, quantize_, unfuse_
 from torch_metalmm.nn.fused import LinearPart, MergedLinear, SwiGLU
@@ -26,40 +27,30 @@ def test_merged_layers_compute_what_they_did(
 ) -> None:
     module = Attention((format,) * 3, bias=True)
     layers = [copy.deepcopy(layer) for layer in (module.a, module.b, module.c)]
-    fused(module.to(backend.device))
+    merged(module.to(backend.device))
     assert [type(m) for m in (module.a, module.b, module.c)] == [LinearPart] * 3
     assert type(module.out) is QuantLinear
     for shape in ((K,), (1, K), (2, 5, K), (0, K)):
         x = activations(*shape, dtype=dtype)
-        for y, layer in zip(module(backend.put(x)), layers, strict=True):
-            check(y, oracle.linear(x, decoded(layer), layer.bias), f"{format} {shape}")
-    assert not module.merged_a_b_c._held
-
-
-class Flat(Attention):
-    def forward(self, x: Tensor) -> tuple[Tensor, ...]:
-        first, second = self.a(x), self.b(x)
-        return first, second.view(x.shape[0], -1), self.c(x)
-
-
-def test_layers_whose_strides_matter_stay() -> None:
-    """A part's output for several rows is a slice, which has no view of the shape asked for."""
-    module = fused(Flat())
-    assert type(module.b) is QuantLinear and not hasattr(module, "merged_a_b_c")
-    assert all(map(torch.equal, module(activations(2, 3, K)), Flat()(activations(2, 3, K))))
+        given = backend.put(x)
+        together = module.merged_a_b_c(given).split([layer.out_features for layer in layers], -1)
+        for both, layer in zip(zip(module(given), together, strict=True), layers, strict=True):
+            want = oracle.linear(x, decoded(layer), layer.bias)
+            for y in both:
+                check(y, want, f"{format} {shape}")
 
 
 def test_only_layers_of_one_format_are_merged() -> None:
-    module = fused(Attention(("q4_k", "q6_k", "q4_k")))
-    assert type(module.b) is QuantLinear and type(module.merged_a_c) is MergedLinear
-    assert not any(
-        isinstance(m, MergedLinear) for m in fused(Attention(("f16", "q6_k", "q8_0"))).modules()
-    )
+    """And next to each other: their results are those of slices."""
+    module = merged(Attention(("q4_k", "q4_k", "q6_k")))
+    assert type(module.c) is QuantLinear and type(module.merged_a_b) is MergedLinear
+    for formats in (("q4_k", "q6_k", "q4_k"), ("f16", "q6_k", "q8_0")):
+        assert not any(isinstance(m, MergedLinear) for m in merged(Attention(formats)).modules())
 
 
 def test_gradients_of_merged_layers(backend: Backend) -> None:
     """Moved after they were merged."""
-    module, x = fused(Attention()).to(backend.device), leaf(activations(3, K), backend)
+    module, x = merged(Attention()).to(backend.device), leaf(activations(3, K), backend)
     g = [activations(3, n, seed=n) for n in (48, 16, 24)]
     (dx,) = torch.autograd.grad(module(x), x, [backend.put(t) for t in g])
     weights = [decoded(getattr(module, n)) for n in "abc"]
@@ -69,6 +60,12 @@ def test_gradients_of_merged_layers(backend: Backend) -> None:
 # ---- undoing, saving, moving
 
 
+def fused_model() -> Model:
+    model = Model()
+    merged(model.attention)
+    return fuse_(model, "swiglu")  # type: ignore[return-value]
+
+
 def test_undoing_gives_the_modules_and_the_bytes_back_without_a_copy() -> None:
     model = Model()
     modules = dict(model.named_modules())
@@ -76,24 +73,24 @@ def test_undoing_gives_the_modules_and_the_bytes_back_without_a_copy() -> None:
     x = activations(2, K)
     y = model(x)
     weights = [weakref.ref(modules[f"attention.{n}"].weight) for n in "abc"]
+    merged(model.attention)
     fuse_(model, "swiglu")
     assert [ref() for ref in weights] == [None] * 3  # the bytes exist once
     assert type(model.mlp) is SwiGLU and type(model.attention.a) is LinearPart
-    merged = model.attention.merged_a_b_c.weight.data_ptr()
+    of_all = model.attention.merged_a_b_c.weight.data_ptr()
     unfuse_(model)
     assert dict(model.named_modules()) == modules
     assert list(model.state_dict()) == list(state)
     assert all(torch.equal(t, state[n]) for n, t in model.state_dict().items())
     assert not any(p.requires_grad for p in model.parameters())
     layers = (model.attention.a, model.attention.b, model.attention.c)
-    assert [t.weight.untyped_storage().data_ptr() for t in layers] == [merged] * 3
+    assert [t.weight.untyped_storage().data_ptr() for t in layers] == [of_all] * 3
     assert torch.equal(model(x), y)
     assert fuse_(model, "swiglu") is model and type(model.mlp) is SwiGLU
 
 
 def test_a_fused_model_keeps_its_state_dict() -> None:
-    model, want = Model(), Model().state_dict()
-    fuse_(model, "swiglu")
+    model, want = fused_model(), Model().state_dict()
     state = model.state_dict()
     assert list(state) == list(want) and all(torch.equal(state[n], want[n]) for n in want)
     assert state._metadata["attention.a"]["formats"] == {"weight": "q4_k"}
@@ -115,7 +112,7 @@ def test_a_fused_model_keeps_its_state_dict() -> None:
 
 
 def test_a_wrong_state_dict_is_refused_as_ever() -> None:
-    model = fuse_(Model(), "swiglu")
+    model = fused_model()
     state = dict(model.state_dict())
     state["attention.b.weight"] = torch.zeros(16, 3, dtype=torch.uint8)
     del state["attention.c.bias"]
@@ -127,12 +124,12 @@ def test_a_wrong_state_dict_is_refused_as_ever() -> None:
 
 
 def test_moves_copies_and_pickles_stay_fused() -> None:
-    model, x = fuse_(Model(), "swiglu"), activations(2, K)
+    model, x = fused_model(), activations(2, K)
     y = model(x)
     for other in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
         assert torch.equal(other(x), y)
-        merged = other.attention.merged_a_b_c
-        assert other.attention.b.merged is merged is not model.attention.merged_a_b_c
+        of_all = other.attention.merged_a_b_c
+        assert other.attention.b.merged is of_all is not model.attention.merged_a_b_c
         assert type(unfuse_(other).mlp) is Gated and torch.equal(other(x), y)
     model.half()
     assert model.attention.a.bias.dtype == torch.float16 == model.mlp.three.bias.dtype
@@ -143,7 +140,7 @@ def test_moves_copies_and_pickles_stay_fused() -> None:
 
 
 def test_setting_or_packing_parts_is_refused() -> None:
-    model = fuse_(Model(), "swiglu")
+    model = fused_model()
     with pytest.raises(ValueError, match="weight belongs to a fused layer.*unfuse_"):
         model.attention.a.weight = nn.Parameter(torch.zeros(1), requires_grad=False)
     with pytest.raises(ValueError, match="merged layers; call unfuse_"):
@@ -154,7 +151,7 @@ def test_shared_and_trained_layers_stay() -> None:
     module = Attention(bias=True)
     model = nn.ModuleDict({"attention": module, "again": nn.ModuleList([module.a])})
     module.b.bias.requires_grad_()
-    fuse_(model, "swiglu")
+    merged(module, model)
     assert all(type(m) is QuantLinear for m in (module.a, module.b, module.c))
 
 

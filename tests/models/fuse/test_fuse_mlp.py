@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-import oracle
 import pytest
 import torch
 from backends import Backend
@@ -17,7 +16,7 @@ from torch import Tensor, nn
 
 from torch_metalmm import _C, QuantLinear, fuse_
 from torch_metalmm.models.fuse import times as fuse_times
-from torch_metalmm.nn.fused import FORMS, GatedMLP, MergedLinear, Roles, SwiGLU
+from torch_metalmm.nn.fused import FORMS, GatedMLP, Roles, SwiGLU
 from torch_metalmm.nn.gate import ACTIVATIONS
 
 
@@ -206,14 +205,6 @@ def test_a_dropout_is_called_in_training() -> None:
     mlp, x = fused(Dropping()), activations(4, K)
     assert type(mlp) is SwiGLU
     assert (mlp.train()(x) == 0).any() and not (mlp.eval()(x) == 0).any()
-
-
-def test_gate_and_up_of_another_activation_are_merged() -> None:
-    module = Gated(act=nn.Tanh(), format="q8_0")
-    x, weights = activations(4, K), [decoded(module.one), decoded(module.two)]
-    assert fused(module) is module and type(module.merged_one_two) is MergedLinear
-    for layer, w in zip((module.one, module.two), weights, strict=True):
-        check(layer(x), oracle.linear(x, w))
 
 
 def test_the_faster_form_is_timed_once(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -206,7 +206,8 @@ def test_a_layer_that_is_only_named_otherwise_is_known() -> None:
 
 @pytest.mark.parametrize(
     "formats",
-    [("q4_0", "q4_0", "q8_0"), ("q4_0", "q8_0", "q4_0"), ("q8_0", "q4_0", "q5_0")],
+    [("q4_0", "q4_0", "q8_0"), ("q4_0", "q8_0", "q4_0"), ("q8_0", "q4_0", "q5_0")]
+    + [("q4_0", "q8_0", "q8_0")],
     ids="-".join,
 )
 @pytest.mark.parametrize("kind", ["qwen2", "olmo2"])

@@ -10,6 +10,8 @@ from oracle import spec
 from torch import Tensor, nn
 
 from torch_metalmm import QuantLinear, fuse_
+from torch_metalmm.models.fuse.apply import _unshared
+from torch_metalmm.models.fuse.merge import merge_projections
 
 K, N = 256, 512
 
@@ -29,8 +31,7 @@ class Attention(nn.Module):
         self.out = packed("q8_0", 8, 64)
 
     def forward(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        first = self.a(x)
-        return first, self.b(x), self.c(x)
+        return self.a(x), self.b(x), self.c(x)
 
 
 class Gated(nn.Module):
@@ -73,6 +74,13 @@ class Model(nn.Module):
 def fused(module: nn.Module, form: str | None = "swiglu") -> Any:
     """The module after fuse_, in a model of its own."""
     return fuse_(nn.Sequential(module), form)[0]
+
+
+def merged(attention: Attention, within: nn.Module | None = None) -> Any:
+    """The module, its layers of one input merged as fuse_ does those of a decoder layer."""
+    layers = (attention.a, attention.b, attention.c)
+    merge_projections(attention, layers, _unshared(within or attention))
+    return attention
 
 
 def decoded(layer: QuantLinear) -> Tensor:

@@ -38,7 +38,7 @@ def _is_ours(value: object) -> bool:
 
 def _tells(name: str, ours: bool) -> bool:
     """Whether the attribute is a layer's number, or what a module of ours notes of others."""
-    return name == "layer_idx" or (ours and (name[0] == "_" or name == "hook_numbers"))
+    return name == "layer_idx" or (ours and name[0] == "_")
 
 
 def _of(value: Any) -> object:

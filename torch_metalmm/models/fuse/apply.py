@@ -1,8 +1,7 @@
-"""Fewer, larger ops: decoder layers, gated MLPs, and linear layers that have their input in common.
+"""Fewer, larger ops: decoder layers, gated MLPs, norms.
 
-Nothing goes by the names of models or layers. Which layers have one input is read from the code of
-their parent's forward and confirmed by running it (merge.py); which modules are gated MLPs is found
-by running them (gated.py). What a decoder layer computes is read from the tensors that its modules
+Nothing goes by the names of models or layers. Which modules are gated MLPs is found by running them
+(gated.py). What a decoder layer computes is read from the tensors that its modules
 pass each other in short runs of the model (observe.py, understand.py, projections.py), and
 confirmed by running both forms (confirm.py).
 """
@@ -22,13 +21,12 @@ from ..attach import check_cache, drop_cache, set_cache
 from ..replace import check_model, summary
 from .gated import gated_mlp
 from .layers import fuse_layers, transformers_models, unfuse_layers
-from .merge import merge_layers
 from .runs import telling_of_kernels
 from .times import faster_forms, sizes_of
 
 
 def fuse_(model: nn.Module, mlp_form: str | None = None, cache: str | None = None) -> nn.Module:
-    """Compute decoder layers, gated MLPs and layers of one input in fewer ops, in place.
+    """Compute decoder layers, gated MLPs and norms in fewer ops, in place.
 
     Decoder layers of transformers models with RMS norms, rotated heads and a gated MLP get a
     forward of five ops beside attention and cache, or a few more where there are more norms; an
@@ -43,19 +41,17 @@ def fuse_(model: nn.Module, mlp_form: str | None = None, cache: str | None = Non
     whatever they are called, become SwiGLU modules; gate and up may be halves of one layer (Phi3).
     mlp_form says how one row is computed: "swiglu" or "swiglu_linear" (see SwiGLU); None times
     both, once for each size of layer and device, and is "swiglu" in decoder layers and in sharded
-    models, whose ranks choose alike. Other packed
-    layers called with one input (q, k and v) become parts of one MergedLinear, as far as their
-    formats are equal: their bytes move into one tensor. Layers are merged where nothing in their
-    parent's forward can write the input between the calls, and where that forward, run on two rows
-    of random numbers, gives the same before and after.
+    models, whose ranks choose alike.
+
+    The packed layers of one input and one format in a fused layer (q, k and v) become parts of one
+    MergedLinear: their bytes move into one tensor.
     Move or copy a model before: behind `.to()` or deepcopy a mixture's shared expert no longer lies
     behind the others, and takes ops of its own.
 
     state_dict keeps its names and bytes, so the model is saved as before; results differ by
-    rounding. Layers with adapters, hooks, shared or trained tensors stay as they are; a merged
-    layer that gets an adapter or a hook later computes alone. Meant for inference: for x that
-    requires grad nothing is merged. To merge adapters, quantize again or replace layers, call
-    unfuse_ first.
+    rounding. Layers with adapters, hooks, shared or trained tensors stay as they are; a layer
+    that gets an adapter or a hook later computes alone. Meant for inference. To merge adapters,
+    quantize again or replace layers, call unfuse_ first.
 
     cache: the format ("q8_0", "f16", "q4_0", ...) of the PackedCache that generate() makes where
     its caller gives no past_key_values and neither the caller nor the model's generation_config a
@@ -87,7 +83,6 @@ def fuse_(model: nn.Module, mlp_form: str | None = None, cache: str | None = Non
 
 def _fuse(model: nn.Module, mlp_form: str | None, once: dict[int, str | None]) -> list[str]:
     """The names of modules that are not fused for their adapters."""
-    dtype = _activation_dtype(model)
     adapted: list[str] = []
     mlps: dict[str, GatedMLP] = {}
     for name, parent in list(model.named_modules()):
@@ -95,15 +90,12 @@ def _fuse(model: nn.Module, mlp_form: str | None, once: dict[int, str | None]) -
             continue
         if any(isinstance(getattr(c, "base_layer", None), QuantLinear) for c in parent.children()):
             adapted.append(name)
-        mlp = gated_mlp(parent) if name else None
-        if mlp is not None:
+        if name and (mlp := gated_mlp(parent)) is not None:
             mlps[name] = mlp
-        else:
-            merge_layers(parent, once, dtype)
     # To time is to run, the sums over the ranks included, as often as this process knows no time;
     # and ranks that choose forms of their own round a replicated MLP in two ways.
     timed = mlp_form is None and not is_sharded(model)
-    chosen = faster_forms(list(mlps.values()), dtype) if timed else {}
+    chosen = faster_forms(list(mlps.values()), _activation_dtype(model)) if timed else {}
     for name, mlp in mlps.items():
         form, note = chosen.get(sizes_of(mlp), (mlp_form or FORMS[0], ""))
         model.set_submodule(name, SwiGLU(mlp, form, note))

@@ -13,7 +13,6 @@ from ...nn import QuantLinear
 from ...nn.recipe import Delta, Heads, Mixer, Short, Ssm
 from .norms import as_norm
 from .observe import Call, Seen
-from .projections import merged_of
 from .runs import Unknown, numbers_of, one
 from .ssm import ssm_of, vectors_of
 
@@ -54,7 +53,7 @@ def mixer_of(
         "attention": module,
         "cache": cache,
         "mask": _mask(module, runs),
-        "projections": merged_of([c.module for c in calls]),
+        "projections": tuple(c.module for c in calls),
         "order": None if straight else order,
         "factors": factors,
         "sizes": tuple(map(len, parts)),

@@ -26,7 +26,7 @@ from .alike import kind_of
 from .confirm import agrees
 from .ends import fuse_ends
 from .heads import growths
-from .merge import merge_projections
+from .merge import merge_all, merge_projections
 from .norms import as_norm
 from .observe import Seen, is_transformers_model, observed
 from .rotations import fuse_rotations, tell_forms
@@ -40,8 +40,8 @@ _Reading = tuple[Recipe, list[Seen]]  # what a module computes, and its calls
 def fuse_layers(model: nn.Module, form: str, once: dict[int, str | None]) -> None:
     """Give each decoder layer that is understood and confirmed a forward of our ops.
 
-    form: of its MLP, for one row. once: as merge_layers takes it. RMS norms outside of such layers
-    get one, too.
+    form: of its MLP, for one row. once: as merge_projections takes it. RMS norms outside of such
+    layers get one, too.
     """
     for top in transformers_models(model):
         _detach_parts(top)
@@ -130,8 +130,7 @@ def _fuse(
         for branch in recipe.each():
             core = branch.core
             if isinstance(core, Heads | Mixer):
-                merged = merge_projections(core.attention, core.projections, once)
-                core.projections = core.projections if merged is None else (merged,)
+                core.projections = merge_projections(core.attention, core.projections, once)
             if isinstance(core, Mixture) and all(id(m) in once for m in core.linears()):
                 join(core)
         for branch in recipe.branches:
@@ -149,7 +148,7 @@ def _merge_parts(layer: nn.Module, beside: Beside, once: dict[int, str | None]) 
     if not all(isinstance(core, Heads | Mixer | Product) for core in cores):
         return
     linears = [linear for core in cores for linear in core.projections]
-    merged = merge_projections(layer, tuple(linears), once)
+    merged = merge_all(layer, tuple(linears), once)
     if merged is None:
         return
     parts = [layer.get_submodule(name) for name in merged.names]

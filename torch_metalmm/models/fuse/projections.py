@@ -10,7 +10,6 @@ import torch
 from torch import Tensor
 
 from ...nn import QuantLinear
-from ...nn.fused import LinearPart, MergedLinear
 from ...nn.recipe import Norm
 from ...nn.rotation import tables
 from .norms import as_norm
@@ -88,9 +87,7 @@ def projections_of(
         for scale in (1.0, *numbers_of(seen.attentions[0].args[0])):
             rotation = _rotation(found, [outs[0], outs[1] * scale, of_v], angles, (q, k))
             if rotation is not None:
-                factors = torch.ones(row.shape[-1])
-                factors[places.k] = scale
-                found["factors"] = None if scale == 1 else _straight(found, factors)
+                found["factors"] = _factors(found, places, scale)
                 return {**found, "angles": rotation[0], "interleaved": rotation[1]}
     raise Unknown("q, k and v that are made in another way")
 
@@ -146,48 +143,28 @@ def _gate(gate: Tensor, outputs: tuple[Tensor, Tensor], heads: int) -> Any:
 
 def _arranged(calls: list[Call], places: _Places, own: bool) -> dict[str, Any]:
     """The fields `projections` and `order`, which is None where no copy is needed."""
-    merged = merged_of([c.module for c in calls])
-    kept = [t for t in places[: 3 if own else 1] if t is not None]
     parts = torch.split(torch.arange(sum(_sizes(calls))), _sizes(calls))
+    kept = [t for t in places[: 3 if own else 1] if t is not None]
     order = torch.cat((*kept, places.gate))
-    straight = torch.equal(order, torch.cat(parts))
-    if straight and len(merged) == 1:
-        return {"projections": merged, "order": None}
-    if len(kept) == 3 and not len(places.gate):
-        if straight and len(merged) == 2 and merged[1] is calls[-1].module:
-            return {"projections": merged, "order": None}  # v apart
-        firsts = [int(t[0]) for t in parts]
-        if len(merged) == 3 and all(int(t[0]) in firsts for t in kept):
-            layers = (calls[firsts.index(int(t[0]))].module for t in kept)
-            return {"projections": tuple(layers), "order": None}
-    return {"projections": merged, "order": order}
+    where = {int(value): at for at, value in enumerate(order)}
+    each = sorted(zip(parts, calls, strict=True), key=lambda pair: where[int(pair[0][0])])
+    if torch.equal(order, torch.cat([part for part, _ in each])):
+        return {"projections": tuple(call.module for _, call in each), "order": None}
+    return {"projections": tuple(call.module for call in calls), "order": order}
 
 
-def _straight(found: dict[str, Any], factors: Tensor) -> Tensor:
-    """Factors of the layers' results, where these are taken in the order of their calls."""
+def _factors(found: dict[str, Any], places: _Places, scale: float) -> Tensor | None:
+    """What makes of k `scale` times what the layers give."""
+    if scale == 1:
+        return None
     if found["order"] is not None or found["v_is_k"] or found["gate"] or found["qk_norms"]:
         raise Unknown("k times a number, and more")
-    return factors
+    q, k, v = (torch.ones(len(t)) for t in places[:3] if t is not None)
+    return torch.cat((q, k * scale, v))
 
 
 def _sizes(calls: list[Call]) -> list[int]:
     return [c.out.shape[-1] for c in calls]
-
-
-def merged_of(layers: list[Any]) -> tuple[Any, ...]:
-    """The layers, those together that fuse_ has merged in this order."""
-    found: list[Any] = []
-    while layers:
-        merged = getattr(layers[0], "merged", None)
-        count = len(merged.originals) if isinstance(merged, MergedLinear) else 0
-        parts = [p for p in layers[:count] if isinstance(p, LinearPart) and p.merged is merged]
-        if count > 1 and [p.index for p in parts] == list(range(count)):
-            found.append(merged)
-            layers = layers[count:]
-        else:
-            found.append(layers[0])
-            layers = layers[1:]
-    return tuple(found)
 
 
 def _normed(
