@@ -173,14 +173,14 @@ def _projected(
         return qk, None, None
     if (behind := qk.shape[-1] - size) > 0:
         qk, *rest = *torch.split(qk, [size, behind], -1), *rest
-    v = gate = None
-    if rest:
-        v = rest[0] if len(rest) == 1 else torch.cat(rest, -1)
+    v, gate = rest[0] if rest else None, None
+    if len(rest) > 1:
+        v = torch.cat(rest, -1)
     if r.v_is_k:
         v, gate = qk[..., r.heads * r.head_size :], v
-    elif r.gate:
+    elif r.gate and v is not None:
         of_v = r.kv_heads * r.head_size
-        v, gate = torch.split(v, [of_v, v.shape[-1] - of_v], -1)  # type: ignore[union-attr]
+        v, gate = torch.split(v, [of_v, v.shape[-1] - of_v], -1)
     return qk, v if r.kv_heads else None, gate
 
 
