@@ -26,6 +26,7 @@ import os
 import random
 import re
 import shutil
+import signal
 import subprocess
 import sys
 import time
@@ -38,11 +39,12 @@ from pathlib import Path
 import support  # noqa: F401  (its modules by their plain names)
 
 # isort: split
-from mutated import choice_of, is_built, is_mutated, tests_of
+from mutated import is_built, is_mutated, tests_of
 from places import ROOT
 
 TREE = ROOT / "build" / "mutants"
-SECONDS = 900  # seconds for the tests of one mutant: a mutant that hangs is noticed, too
+SECONDS = 300  # for the tests of one mutant, after which it survives, unless they hang by the fault
+NO_TESTS = 5  # pytest's status where an expression leaves no test
 
 _SWAPS = {
     ast.Lt: ast.LtE, ast.LtE: ast.Lt, ast.Gt: ast.GtE, ast.GtE: ast.Gt, ast.Eq: ast.NotEq,
@@ -203,19 +205,28 @@ def drawn(seed: int, only: str) -> Iterator[Mutant]:
     yield from in_turn(of_rooms)
 
 
-def run(command: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        f"PYTHONPATH={TREE} {command}",
+def run(command: str, seconds: float | None = None) -> tuple[int | None, str]:
+    """What a command returns, or None: it was not done after `seconds`; and what it said."""
+    with subprocess.Popen(
+        command,
         shell=True,
         cwd=TREE,
-        capture_output=True,
+        env=os.environ | {"PYTHONPATH": str(TREE)},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
         text=True,
-        timeout=SECONDS,
-        check=False,
-    )
+        start_new_session=True,
+    ) as process:
+        try:
+            said, _ = process.communicate(timeout=seconds)
+        except subprocess.TimeoutExpired:
+            os.killpg(process.pid, signal.SIGKILL)  # and the processes that its tests have started
+            return None, ""
+    return process.returncode, said
 
 
-def copy_tree() -> None:
+def copy_tree(built: set[str]) -> None:
+    """A copy of the tree; the files of `built` stay as they are where they are there."""
     files = subprocess.check_output(["git", "ls-files"], cwd=ROOT, text=True).split("\n")
     for room in ("torch_metalmm", "tests", "bench"):  # which may have lost files; C++ is kept built
         shutil.rmtree(TREE / room, ignore_errors=True)
@@ -225,7 +236,7 @@ def copy_tree() -> None:
         if (ROOT / file).is_dir():  # a link to a room
             to.unlink(missing_ok=True)
             to.symlink_to((ROOT / file).readlink())
-        elif not to.exists() or to.read_bytes() != (ROOT / file).read_bytes():
+        elif not to.exists() or file not in built and to.read_bytes() != (ROOT / file).read_bytes():
             shutil.copy(ROOT / file, to)
     for module in (ROOT / "torch_metalmm").glob("*.so"):
         shutil.copy(module, TREE / "torch_metalmm")
@@ -244,59 +255,66 @@ def build(mutants: list[Mutant]) -> dict[Mutant, int]:
             for mutant, i in numbers.items():
                 if mutant.file == file:
                     lines[mutant.line - 1] = mutant.text.replace("@", str(i))
-            (TREE / file).write_text(_MUTANT + f'#line 1 "{file}"\n' + "\n".join(lines))
-        done = run(f"{sys.executable} setup.py -q build_ext --inplace")
-        if not done.returncode:
+            text = _MUTANT + f'#line 1 "{file}"\n' + "\n".join(lines)
+            if (TREE / file).read_text() != text:  # a run that is begun again compiles nothing
+                (TREE / file).write_text(text)
+        status, said = run(f"{sys.executable} setup.py -q build_ext --inplace")
+        if status == 0:
             made = b"".join(module.read_bytes() for module in TREE.glob("torch_metalmm/*.so"))
             found = {int(n) for n in re.findall(rb"mutant (\d+);", made)}
             return {mutant: n for mutant, n in numbers.items() if n in found}
-        said = set(re.findall(r"([\w/]+\.cpp):(\d+):\d+: error", done.stdout + done.stderr))
-        wrong = [m for m in left if any(m.file.endswith(f) and m.line == int(n) for f, n in said)]
+        at = set(re.findall(r"([\w/]+\.cpp):(\d+):\d+: error", said))
+        wrong = [m for m in left if any(m.file.endswith(f) and m.line == int(n) for f, n in at)]
         if not wrong:
-            raise RuntimeError(done.stderr[-2000:])
+            raise RuntimeError(said[-2000:])
         left = [m for m in left if m not in wrong]
     return {}
 
 
-def fails(file: str, number: int = 0, options: str = "") -> int | None:
-    """pytest's status for the tests of a file; None: not done after SECONDS."""
+def pytest(arguments: str, seconds: float, number: int = 0) -> int | None:
+    """Its status, or None: not done after `seconds`. number: the C++ mutant that is chosen."""
     chosen = f"METALMM_MUTANT='mutant {number};'"
-    try:
-        done = run(f"{chosen} {sys.executable} -m pytest -x -q {options} {tests_of(file)}")
-    except subprocess.TimeoutExpired:
-        return None
-    if done.returncode == 5:
-        raise RuntimeError(f"no tests for {file}: {done.stdout[-800:]}{done.stderr[-800:]}")
-    return done.returncode
+    return run(f"{chosen} {sys.executable} -m pytest -x -q {arguments}", seconds)[0]
 
 
 @cache
-def is_broken(choice: str, file: str) -> bool:
-    """Whether the tests of this row of ROOMS, which the file's are, fail without a fault."""
-    return fails(file) != 0
+def is_sound(tests: str) -> bool:
+    """Whether tests pass without a fault, in a third of the time that a mutant has."""
+    return pytest(tests, SECONDS / 3) == 0
 
 
-def verdict(mutant: Mutant, number: int) -> str:
-    """noticed, survives or broken: what fails does so without the fault.
-
-    number: of a C++ mutant, which is built already.
-    """
+def with_fault(mutant: Mutant, number: int, tests: str, seconds: float) -> int | None:
     file = TREE / mutant.file
     before, times = file.read_text(), file.stat()
     if not number:
         file.write_text(mutant.text)
     try:
-        status = fails(mutant.file, number, "--cache-clear")
+        return pytest(f"--cache-clear {tests}", seconds, number)
     finally:
         file.write_text(before)
         os.utime(file, ns=(times.st_atime_ns, times.st_mtime_ns))  # parsed headers are known by it
-    if status == 0:
-        return "survives"
-    if status == 1:
-        broken = fails(mutant.file, options="--last-failed") != 0
-    else:  # pytest itself ended, or did not: which test, it has not written
-        broken = is_broken(choice_of(mutant.file), mutant.file)
-    return "broken" if broken else "noticed"
+
+
+def verdict(mutant: Mutant, number: int) -> str:
+    """noticed, survives or broken: what fails does so without the fault.
+
+    number: of a C++ mutant, which is built already. The nearest file of tests runs alone, then
+    twice as many each time: a process that reads all tests of a room takes up to a minute.
+    """
+    files, options = tests_of(mutant.file)
+    end = time.monotonic() + SECONDS
+    size = 1
+    while files and (left := end - time.monotonic()) > 0:
+        tests = " ".join([*files[:size], options])
+        files, size = files[size:], 2 * size
+        status = with_fault(mutant, number, tests, left)
+        if status == 1:
+            passes = pytest(f"--last-failed {tests}", SECONDS) == 0
+            return "noticed" if passes else "broken"
+        if status not in (0, NO_TESTS):  # pytest itself ended or hangs, or there are many tests
+            passes = is_sound(tests)
+            return "noticed" if passes else "survives" if status is None else "broken"
+    return "survives"
 
 
 def main() -> None:
@@ -307,22 +325,25 @@ def main() -> None:
     parser.add_argument("--minutes", type=float, default=1e9, help="after which none is begun")
     asked = parser.parse_args()
     end = time.monotonic() + 60 * asked.minutes
-    copy_tree()
     # A line takes one mutant of C++.
     mutants = {}
     for mutant in drawn(asked.seed, asked.only):
         mutants.setdefault((mutant.file, mutant.line if is_built(mutant.file) else mutant), mutant)
         if len(mutants) == asked.count:
             break
-    native = build([m for m in mutants.values() if is_built(m.file)])
+    compiled = [m for m in mutants.values() if is_built(m.file)]
+    copy_tree({m.file for m in compiled})
+    native = build(compiled)
     scores: dict[str, list[bool]] = {}
     for mutant in mutants.values():
         if is_built(mutant.file) and mutant not in native:
             continue
         if time.monotonic() > end:
             break
+        begun = time.monotonic()
         said = verdict(mutant, native.get(mutant, 0))
-        print(f"{said:9} {mutant.file}:{mutant.line}: {mutant.what}", flush=True)
+        place = f"{mutant.file}:{mutant.line}: {mutant.what}"
+        print(f"{said:9} {time.monotonic() - begun:3.0f} s {place}", flush=True)
         if said != "broken":
             for part in (str(Path(mutant.file).parent), f"all {Path(mutant.file).suffix}"):
                 scores.setdefault(part, []).append(said == "noticed")

@@ -90,8 +90,8 @@ def test_files(places: str) -> dict[Path, set[str]]:
     return {f: set(re.findall(r"\w+", f.read_text())) for f in sorted(files)}
 
 
-def tests_of(file: str) -> str:
-    """Arguments of pytest for a file: the tests of its room, first those that name most of it.
+def tests_of(file: str) -> tuple[list[str], str]:
+    """For a file: the tests of its room, first those that name most of it; pytest's choice there.
 
     Of a name that the file calls or defines counts a share: one by as many tests as have it.
     Tests that bear the file's name come before all others.
@@ -104,4 +104,4 @@ def tests_of(file: str) -> str:
     near = {t: sum(1 / often[name] for name in names & words) for t, words in tests.items()}
     near |= {t: n + len(tests) * (Path(file).stem in t.stem) for t, n in near.items()}
     ordered = sorted(tests, key=near.__getitem__, reverse=True)
-    return " ".join(str(t.relative_to(ROOT)) for t in ordered) + f" {is_chosen}{choice}"
+    return [str(t.relative_to(ROOT)) for t in ordered], is_chosen + choice
