@@ -44,6 +44,8 @@ from places import ROOT
 
 TREE = ROOT / "build" / "mutants"
 SECONDS = 300  # for the tests of one mutant, after which it survives, unless they hang by the fault
+# What a test fails with whose shader does not compile.
+_NO_SHADER = r"^E +torch_metalmm\.msl\.\w+\.(BuildError|MetalSyntaxError): "
 NO_TESTS = 5  # pytest's status where an expression leaves no test
 
 _SWAPS = {
@@ -271,19 +273,19 @@ def build(mutants: list[Mutant]) -> dict[Mutant, int]:
     return {}
 
 
-def pytest(arguments: str, seconds: float, number: int = 0) -> int | None:
-    """Its status, or None: not done after `seconds`. number: the C++ mutant that is chosen."""
+def pytest(arguments: str, seconds: float, number: int = 0) -> tuple[int | None, str]:
+    """As run(). number: the C++ mutant that is chosen."""
     chosen = f"METALMM_MUTANT='mutant {number};'"
-    return run(f"{chosen} {sys.executable} -m pytest -x -q {arguments}", seconds)[0]
+    return run(f"{chosen} {sys.executable} -m pytest -x -q {arguments}", seconds)
 
 
 @cache
 def is_sound(tests: str) -> bool:
     """Whether tests pass without a fault, in a third of the time that a mutant has."""
-    return pytest(tests, SECONDS / 3) == 0
+    return pytest(tests, SECONDS / 3)[0] == 0
 
 
-def with_fault(mutant: Mutant, number: int, tests: str, seconds: float) -> int | None:
+def with_fault(mutant: Mutant, number: int, tests: str, seconds: float) -> tuple[int | None, str]:
     file = TREE / mutant.file
     before, times = file.read_text(), file.stat()
     if not number:
@@ -296,7 +298,7 @@ def with_fault(mutant: Mutant, number: int, tests: str, seconds: float) -> int |
 
 
 def verdict(mutant: Mutant, number: int) -> str:
-    """noticed, survives or broken: what fails does so without the fault.
+    """noticed; survives; broken: what fails does so without the fault; invalid: no shader.
 
     number: of a C++ mutant, which is built already. The nearest file of tests runs alone, then
     twice as many each time: a process that reads all tests of a room takes up to a minute.
@@ -307,9 +309,11 @@ def verdict(mutant: Mutant, number: int) -> str:
     while files and (left := end - time.monotonic()) > 0:
         tests = " ".join([*files[:size], options])
         files, size = files[size:], 2 * size
-        status = with_fault(mutant, number, tests, left)
+        status, said = with_fault(mutant, number, tests, left)
         if status == 1:
-            passes = pytest(f"--last-failed {tests}", SECONDS) == 0
+            if not mutant.file.endswith(".py") and re.search(_NO_SHADER, said, re.M):
+                return "invalid"
+            passes = pytest(f"--last-failed {tests}", SECONDS)[0] == 0
             return "noticed" if passes else "broken"
         if status not in (0, NO_TESTS):  # pytest itself ended or hangs, or there are many tests
             passes = is_sound(tests)
@@ -344,7 +348,7 @@ def main() -> None:
         said = verdict(mutant, native.get(mutant, 0))
         place = f"{mutant.file}:{mutant.line}: {mutant.what}"
         print(f"{said:9} {time.monotonic() - begun:3.0f} s {place}", flush=True)
-        if said != "broken":
+        if said in ("noticed", "survives"):
             for part in (str(Path(mutant.file).parent), f"all {Path(mutant.file).suffix}"):
                 scores.setdefault(part, []).append(said == "noticed")
     for part, of in scores.items():

@@ -35,7 +35,7 @@ ROOMS = {
     "csrc/ops/replay": f"{_REPLAYS} {_BUILT}",
     "csrc/python": "plan attention/test_replay*.py ops/test_errors.py",
     "csrc/gpu": f"mps {_ON_GPU}",
-    "csrc/hooks": f"mps {_ON_GPU}",
+    "csrc/hooks": "packaging/test_core.py mps",
     "csrc/cpu": f"cpu ops hf/test_exact_rows.py {_BUILT}",
     "csrc/cpu/attention": f"attention ops {_BUILT}",
     "csrc/cpu/quantize": "formats/test_quantizers.py ops/test_layouts.py -k 'quantizers or beyond'",
