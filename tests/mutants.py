@@ -39,7 +39,7 @@ from pathlib import Path
 import support  # noqa: F401  (its modules by their plain names)
 
 # isort: split
-from mutated import is_built, is_mutated, tests_of
+from mutated import compiled, is_built, is_mutated, tests_of
 from places import ROOT
 
 TREE = ROOT / "build" / "mutants"
@@ -132,8 +132,8 @@ def _changed(line: str) -> Iterator[str]:
 
 def of_shader(file: str) -> Iterator[Mutant]:
     lines = (ROOT / file).read_text().split("\n")
-    for i, line in enumerate(lines):
-        if not line.lstrip().startswith(("#", "template")):
+    for i, (line, is_compiled) in enumerate(zip(lines, compiled(lines), strict=True)):
+        if is_compiled and not re.match(r"\s*(#|template|static_assert)", line):
             for changed in _changed(line):
                 text = "\n".join([*lines[:i], changed, *lines[i + 1 :]])
                 yield Mutant(file, i + 1, changed.strip(), text)
@@ -149,6 +149,9 @@ _CHOSEN = (
 )
 
 
+_SEVERAL = r", \w+ = "  # variables of one declaration
+
+
 def of_cpp(file: str) -> Iterator[Mutant]:
     """Mutants whose `text` is the line with both: `chosen(0) ? (changed) : (what it was)`."""
     for i, line in enumerate((ROOT / file).read_text().split("\n")):
@@ -157,7 +160,7 @@ def of_cpp(file: str) -> Iterator[Mutant]:
         for form in _CHOSEN:
             if not re.search("constexpr|[gG]rain", line) and (parts := re.fullmatch(form, line)):
                 before, value, after = parts.groups()
-                for new in _changed(value):
+                for new in () if re.search(_SEVERAL, value) else _changed(value):
                     both = f"{before}{_ID} ? ({new}) : ({value}){after}"
                     yield Mutant(file, i + 1, f"{before}{new}{after}".strip(), both)
                 break
@@ -187,9 +190,10 @@ def in_turn(iterators: Iterable[Iterator[Mutant]]) -> Iterator[Mutant]:
             left.append(one)
 
 
-def shuffled(file: str, pick: random.Random) -> Iterator[Mutant]:
+def shuffled(file: str, seed: int) -> Iterator[Mutant]:
+    """By seed and file alone: a change of another file leaves the order."""
     mutants = list(mutants_of(file))
-    pick.shuffle(mutants)
+    random.Random(f"{seed} {file}").shuffle(mutants)
     yield from mutants
 
 
@@ -202,7 +206,7 @@ def drawn(seed: int, only: str) -> Iterator[Mutant]:
             rooms.setdefault(str(Path(file).parent), []).append(file)
     for files in rooms.values():
         pick.shuffle(files)
-    of_rooms = [in_turn([shuffled(file, pick) for file in files]) for files in rooms.values()]
+    of_rooms = [in_turn([shuffled(file, seed) for file in files]) for files in rooms.values()]
     pick.shuffle(of_rooms)
     yield from in_turn(of_rooms)
 
@@ -335,9 +339,9 @@ def main() -> None:
         mutants.setdefault((mutant.file, mutant.line if is_built(mutant.file) else mutant), mutant)
         if len(mutants) == asked.count:
             break
-    compiled = [m for m in mutants.values() if is_built(m.file)]
-    copy_tree({m.file for m in compiled})
-    native = build(compiled)
+    in_cpp = [m for m in mutants.values() if is_built(m.file)]
+    copy_tree({m.file for m in in_cpp})
+    native = build(in_cpp)
     scores: dict[str, list[bool]] = {}
     for mutant in mutants.values():
         if is_built(mutant.file) and mutant not in native:

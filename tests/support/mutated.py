@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections import Counter
+from collections.abc import Iterator
 from fnmatch import fnmatch
 from functools import cache
 from pathlib import Path
@@ -54,6 +55,8 @@ _COMPILED_BY_TESTS = (
     "csrc/emulator/runtime/*", "csrc/mps/pipelines.h",
 )  # fmt: skip
 _PYTHON = ("torch_metalmm/*/*.py",)
+# Macros of PTX and SPIR-V, and of the emulator under its sanitizer.
+_OF_OTHERS = r"MM_(CONVERTS_HALVES|ALL_ROWS_AT_ONCE|ONE_ADDRESS|MATRIX_LANES)|__(SPIRV|NVPTX|SANITIZE_ADDRESS)__"
 # Tables; what no test here runs; the roots of code that is compiled once per instruction set.
 _LEFT_OUT = ("*/__init__.py", "*/grids/table_*", "csrc/cuda/*", "*/isa.cpp", "*/isa_*.cpp")
 
@@ -70,6 +73,22 @@ def is_mutated(file: str) -> bool:
 def is_built(file: str) -> bool:
     """Whether a mutant of the file is in what setup.py makes."""
     return file.endswith(".cpp") and not is_any_of(file, _COMPILED_BY_TESTS)
+
+
+def compiled(lines: list[str]) -> Iterator[bool]:
+    """Whether each line of a shader or of its runtime is compiled for the emulator."""
+    open_: list[bool | None] = []  # None: an #if that says nothing of targets
+    for line in lines:
+        if found := re.match(r"#\s*(if|ifdef|ifndef|else|endif)\b(.*)", line):
+            word, asked = found.groups()
+            if word == "endif":
+                open_.pop()
+            elif word == "else":
+                open_[-1] = None if open_[-1] is None else not open_[-1]
+            else:
+                is_not = word == "ifndef" or "!defined" in asked
+                open_.append(is_not if re.search(_OF_OTHERS, asked) else None)
+        yield False not in open_
 
 
 def choice_of(file: str) -> str:
