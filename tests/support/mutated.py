@@ -34,7 +34,7 @@ ROOMS = {
     "csrc/ops/attention": f"attention ops {_BUILT}",
     "csrc/ops/experts": f"ops/experts ops/test_layouts.py {_BUILT}",
     "csrc/ops/replay": f"{_REPLAYS} {_BUILT}",
-    "csrc/python": "plan attention/test_replay*.py ops/test_errors.py",
+    "csrc/python": f"plan emulator mps cpu {_REPLAYS} ops/test_errors.py",
     "csrc/gpu": f"mps {_ON_GPU}",
     "csrc/hooks": "packaging/test_core.py mps",
     "csrc/cpu": f"cpu ops hf/test_exact_rows.py {_BUILT}",
@@ -56,7 +56,10 @@ _COMPILED_BY_TESTS = (
 )  # fmt: skip
 _PYTHON = ("torch_metalmm/*/*.py",)
 # Macros of PTX and SPIR-V, and of the emulator under its sanitizer.
-_OF_OTHERS = r"MM_(CONVERTS_HALVES|ALL_ROWS_AT_ONCE|ONE_ADDRESS|MATRIX_LANES)|__(SPIRV|NVPTX|SANITIZE_ADDRESS)__"
+_OF_OTHERS = (
+    "MM_CONVERTS_HALVES|MM_ALL_ROWS_AT_ONCE|MM_ONE_ADDRESS|MM_MATRIX_LANES"
+    "|__SPIRV__|__NVPTX__|__SANITIZE_ADDRESS__"
+)
 # Tables; what no test here runs; the roots of code that is compiled once per instruction set.
 _LEFT_OUT = ("*/__init__.py", "*/grids/table_*", "csrc/cuda/*", "*/isa.cpp", "*/isa_*.cpp")
 
