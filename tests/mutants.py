@@ -253,9 +253,8 @@ def copy_tree(built: set[str]) -> None:
 
 def build(mutants: list[Mutant]) -> dict[Mutant, int]:
     """Compiles the copy with all of them; the numbers of those that are in what it makes."""
-    left = mutants
-    while left:
-        numbers = {mutant: i + 1 for i, mutant in enumerate(left)}
+    numbers = {mutant: i + 1 for i, mutant in enumerate(mutants)}
+    while numbers:
         for file in {mutant.file for mutant in mutants}:
             lines = (ROOT / file).read_text().split("\n")
             for mutant, i in numbers.items():
@@ -270,10 +269,10 @@ def build(mutants: list[Mutant]) -> dict[Mutant, int]:
             found = {int(n) for n in re.findall(rb"mutant (\d+);", made)}
             return {mutant: n for mutant, n in numbers.items() if n in found}
         at = set(re.findall(r"([\w/]+\.cpp):(\d+):\d+: error", said))
-        wrong = [m for m in left if any(m.file.endswith(f) and m.line == int(n) for f, n in at)]
+        wrong = [m for m in numbers if any(m.file.endswith(f) and m.line == int(n) for f, n in at)]
         if not wrong:
             raise RuntimeError(said[-2000:])
-        left = [m for m in left if m not in wrong]
+        numbers = {m: n for m, n in numbers.items() if m not in wrong}
     return {}
 
 
