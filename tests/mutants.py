@@ -46,6 +46,7 @@ TREE = ROOT / "build" / "mutants"
 SECONDS = 300  # for the tests of one mutant, after which it survives, unless they hang by the fault
 # What a test fails with whose shader does not compile.
 _NO_SHADER = r"^E +torch_metalmm\.msl\.\w+\.(BuildError|MetalSyntaxError): "
+_FAILED = r"^(?:FAILED|ERROR) (tests/.+?)(?: - .*)?$"
 NO_TESTS = 5  # pytest's status where an expression leaves no test
 
 _SWAPS = {
@@ -279,13 +280,26 @@ def build(mutants: list[Mutant]) -> dict[Mutant, int]:
 def pytest(arguments: str, seconds: float, number: int = 0) -> tuple[int | None, str]:
     """As run(). number: the C++ mutant that is chosen."""
     chosen = f"METALMM_MUTANT='mutant {number};'"
-    return run(f"{chosen} {sys.executable} -m pytest -x -q {arguments}", seconds)
+    return run(f"{chosen} {sys.executable} -m pytest -q {arguments}", seconds)
 
 
 @cache
 def is_sound(tests: str) -> bool:
     """Whether tests pass without a fault, in a third of the time that a mutant has."""
-    return pytest(tests, SECONDS / 3)[0] == 0
+    return pytest(f"-x {tests}", SECONDS / 3)[0] == 0
+
+
+def failing(tests: set[str]) -> set[str]:
+    """Those of these tests that fail without a fault; one that is not there has failed by it."""
+    asked = TREE / "build" / "tests.txt"
+    while tests:
+        asked.write_text("\n".join(sorted(tests)))
+        said = pytest(f"--tb=no @{asked}", 60 * SECONDS)[1]
+        absent = set(re.findall(r"^ERROR: not found: .*/(tests/[^\[\n]*)", said, re.M))
+        if not absent:
+            return tests & set(re.findall(_FAILED, said, re.M))
+        tests = {test for test in tests if test.partition("[")[0] not in absent}
+    return set()
 
 
 def with_fault(mutant: Mutant, number: int, tests: str, seconds: float) -> tuple[int | None, str]:
@@ -294,14 +308,14 @@ def with_fault(mutant: Mutant, number: int, tests: str, seconds: float) -> tuple
     if not number:
         file.write_text(mutant.text)
     try:
-        return pytest(f"--cache-clear {tests}", seconds, number)
+        return pytest(f"-x {tests}", seconds, number)
     finally:
         file.write_text(before)
         os.utime(file, ns=(times.st_atime_ns, times.st_mtime_ns))  # parsed headers are known by it
 
 
-def verdict(mutant: Mutant, number: int) -> str:
-    """noticed; survives; broken: what fails does so without the fault; invalid: no shader.
+def verdict(mutant: Mutant, number: int) -> tuple[str, str]:
+    """noticed, and by which test; survives; broken: pytest ends by no fault; invalid: no shader.
 
     number: of a C++ mutant, which is built already. The nearest file of tests runs alone, then
     twice as many each time: a process that reads all tests of a room takes up to a minute.
@@ -315,13 +329,12 @@ def verdict(mutant: Mutant, number: int) -> str:
         status, said = with_fault(mutant, number, tests, left)
         if status == 1:
             if not mutant.file.endswith(".py") and re.search(_NO_SHADER, said, re.M):
-                return "invalid"
-            passes = pytest(f"--last-failed {tests}", SECONDS)[0] == 0
-            return "noticed" if passes else "broken"
+                return "invalid", ""
+            return "noticed", re.findall(_FAILED, said, re.M)[0]
         if status not in (0, NO_TESTS):  # pytest itself ended or hangs, or there are many tests
             passes = is_sound(tests)
-            return "noticed" if passes else "survives" if status is None else "broken"
-    return "survives"
+            return "noticed" if passes else "survives" if status is None else "broken", ""
+    return "survives", ""
 
 
 def main() -> None:
@@ -341,20 +354,25 @@ def main() -> None:
     in_cpp = [m for m in mutants.values() if is_built(m.file)]
     copy_tree({m.file for m in in_cpp})
     native = build(in_cpp)
-    scores: dict[str, list[bool]] = {}
+    verdicts = {}
     for mutant in mutants.values():
         if is_built(mutant.file) and mutant not in native:
             continue
         if time.monotonic() > end:
             break
         begun = time.monotonic()
-        said = verdict(mutant, native.get(mutant, 0))
+        said, by = verdicts[mutant] = verdict(mutant, native.get(mutant, 0))
         place = f"{mutant.file}:{mutant.line}: {mutant.what}"
-        print(f"{said:9} {time.monotonic() - begun:3.0f} s {place}", flush=True)
-        if said in ("noticed", "survives"):
-            for part in (str(Path(mutant.file).parent), f"all {Path(mutant.file).suffix}"):
+        print(f"{said:9} {time.monotonic() - begun:3.0f} s {place}", by and f"[{by}]", flush=True)
+    broken = failing({by for _, by in verdicts.values() if by})
+    scores: dict[str, list[bool]] = {}
+    for mutant, (said, by) in verdicts.items():
+        if by in broken:
+            print(f"broken: {mutant.file}:{mutant.line} [{by}]")
+        elif said in ("noticed", "survives"):
+            for part in (str(Path(mutant.file).parent), f"all {Path(mutant.file).suffix}", "all"):
                 scores.setdefault(part, []).append(said == "noticed")
-    for part, of in scores.items():
+    for part, of in sorted(scores.items()):
         print(f"{part:28} {sum(of)} of {len(of)} noticed")
 
 
