@@ -117,19 +117,20 @@ def test_a_check_that_hangs() -> None:
 
 
 @pytest.mark.parametrize(
-    ("death", "verdict"),
+    ("death", "verdict", "python"),
     [
-        ("os.abort()", "by signal 6, SIGABRT"),
-        ("os.kill(os.getpid(), signal.SIGKILL)", "by signal 9, SIGKILL"),
-        ("os._exit(3)", "with exit status 3"),
+        ("os.abort()", "by signal 6, SIGABRT", "Fatal Python error: Aborted"),
+        ("os.kill(os.getpid(), signal.SIGKILL)", "by signal 9, SIGKILL", ""),
+        ("os._exit(3)", "with exit status 3", ""),
     ],
 )
-def test_a_check_that_takes_its_process_down(death: str, verdict: str) -> None:
-    """The report has what the process said; the checks after it run."""
+def test_a_check_that_takes_its_process_down(death: str, verdict: str, python: str) -> None:
+    """The report has what the process said, and Python of a crash; the checks after it run."""
     say = "print('an assertion of Metal', file=sys.stderr, flush=True); "
     (one, _), (dies, ok), (two, _) = report({"one": "pass", "bad": say + death, "two": "pass"})
     assert re.match("one +ok ", one) and re.match("two +ok ", two) and not ok
     assert re.match(f"bad +DIES +{verdict}\n", dies) and "\n      an assertion of Metal" in dies
+    assert python in dies
 
 
 def test_a_process_that_does_not_start() -> None:
