@@ -154,6 +154,26 @@ kernel void k(device atomic_uint* total, device atomic_float* f,
     assert total.tolist() == [1024 * 1023 // 2, 64] and f.item() == 512
 
 
+ATOMICS = {"add": 22, "sub": 2, "min": 10, "max": 12, "and": 8, "or": 14, "xor": 6}  # 12 with 10
+
+
+def test_atomic_operations() -> None:
+    """What each leaves, and what was there; an exchange where the expected value is not there."""
+    calls = "".join(
+        f"y[{i}] = atomic_fetch_{name}_explicit(x + {i}, 10, memory_order_relaxed); "
+        for i, name in enumerate(ATOMICS)
+    )
+    orders = "memory_order_relaxed, memory_order_relaxed"
+    for i, expected in ((7, 12), (8, 11)):
+        calls += f"""int e{i} = {expected};
+            bool done{i} = atomic_compare_exchange_weak_explicit(x + {i}, &e{i}, 10, {orders});
+            y[{i}] = 100 * done{i} + e{i}; """
+    text = f"{HEAD}kernel void k(device atomic_int* x, device int* y) {{ {calls} }}"
+    x, y = torch.full((9,), 12, dtype=torch.int32), torch.zeros(9, dtype=torch.int32)
+    MetalSource(text).function("k")(1, 1, [x, y])
+    assert x.tolist() == [*ATOMICS.values(), 10, 12] and y.tolist() == [12] * 7 + [112, 12]
+
+
 def test_thread_positions() -> None:
     text = f"""{HEAD}
 kernel void k(device uint* y, uint3 at [[thread_position_in_grid]], uint3 n [[threads_per_grid]],

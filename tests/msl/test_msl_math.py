@@ -42,6 +42,13 @@ FLOATS: dict[str, Callable[[float], float]] = {
     "clamp(float2(v), 0, 1).y": lambda v: min(max(v, 0.0), 1.0),
     "max(float4(v, 1, 2, 3), 0.5f).x": lambda v: max(v, 0.5),
     "pow(v, 2)": lambda v: v * v,
+    "powr(abs(v), 2.0f)": lambda v: v * v,
+    "atan2(v, 2.0f)": lambda v: math.atan2(v, 2),
+    "tanpi(v / 32)": lambda v: math.tan(v * math.pi / 32),
+    "float(ilogb(abs(v) + 1))": lambda v: math.floor(math.log2(abs(v) + 1)),
+    "float(as_type<ushort>(nextafter(half(v), 9.0h)) - as_type<ushort>(half(v)))": (
+        lambda v: 1.0 if v >= 0 else -1.0
+    ),
     "mix(v, 4.0f, 0.25f)": lambda v: v + (4 - v) * 0.25,
     "mix(float3(v), float3(4), 0.25f).z": lambda v: v + (4 - v) * 0.25,
     "fma(v, 2.0f, 1.0f)": lambda v: 2 * v + 1,
@@ -55,6 +62,7 @@ FLOATS: dict[str, Callable[[float], float]] = {
     "fmin3(v, 0.5f, 1.0f)": lambda v: min(v, 0.5, 1.0),
     "fmax3(v, 0.5f, 1.0f)": lambda v: max(v, 0.5, 1.0),
     "fmedian3(v, 0.5f, 1.0f)": lambda v: sorted((v, 0.5, 1.0))[1],
+    "max3(v, 0.5f, 1.0f)": lambda v: max(v, 0.5, 1.0),
     "median3(float2(v), float2(0.5f), float2(1)).x": lambda v: sorted((v, 0.5, 1.0))[1],
     "ldexp(v, 3)": lambda v: v * 8,
     "select(1.0f, 2.0f, v > 0)": lambda v: 2.0 if v > 0 else 1.0,
@@ -64,14 +72,19 @@ FLOATS: dict[str, Callable[[float], float]] = {
     "dot(float3(v, 1, 2), float3(2, 3, 4))": lambda v: 2 * v + 11,
     "length(float2(v * 3, v * 4))": lambda v: 5 * abs(v),
     "length_squared(float2(v, 1))": lambda v: v * v + 1,
-    "distance(float2(v, 0), float2(0, 0))": abs,
-    "cross(float3(1, v, 0), float3(0, 1, v)).x": lambda v: v * v,
+    "distance(float2(v, 3), float2(1, 3))": lambda v: abs(v - 1),
+    "distance_squared(float2(v, 1), float2(1, 3))": lambda v: (v - 1) ** 2 + 4,
+    "dot(cross(float3(1, v, 2), float3(3, 1, v)), float3(1, 2, 3))": (
+        lambda v: (v * v - 2) + 2 * (6 - v) + 3 * (1 - 3 * v)
+    ),
+    "faceforward(float2(1, v), float2(v, 0), float2(1, 0)).x": lambda v: 1.0 if v < 0 else -1.0,
     "normalize(float2(0, abs(v) + 1)).y": lambda v: 1.0,
     "reflect(float2(v, 1), float2(0, 1)).y": lambda v: -1.0,
     "smoothstep(-2.0f, 6.0f, v)": lambda v: (t := (v + 2) / 8) * t * (3 - 2 * t),
     "float(isnan(v / 0 * 0))": lambda v: 1.0,
     "float(isinf(1 / (v - v)))": lambda v: 1.0,
     "float(signbit(v))": lambda v: float(v < 0),
+    "float(isnormal(v) && isordered(v, v) && isunordered(v, v / 0 * 0))": lambda v: float(v != 0),
     "float(any(float2(v, 0) > 0) && !all(float2(v, 0) > 0))": lambda v: float(v > 0),
     "MAXFLOAT > v ? FLT_EPSILON : 0": lambda v: 2.0**-23,
     "unpack_unorm4x8_to_float(0xFF800033u)[0]": lambda v: 51 / 255,
@@ -79,6 +92,13 @@ FLOATS: dict[str, Callable[[float], float]] = {
     "unpack_unorm2x16_to_float(0xFFFF0000u).y": lambda v: 1.0,
     "float(unpack_snorm2x16_to_half(0x80007FFFu).x)": lambda v: 1.0,
     "unpack_unorm10a2_to_float(0xC00003FFu).x": lambda v: 1.0,
+    "dot(unpack_unorm10a2_to_float(0x80200401u), float4(1, 2, 4, 8))": (
+        lambda v: (1 + 2 + 4 * 2) / 1023 + 8 * 2 / 3
+    ),
+    "float(unpack_unorm10a2_to_half(0xC0000000u).w)": lambda v: 1.0,
+    "dot(unpack_unorm4x8_srgb_to_float(0x80000533u), float4(1, 2, 4, 8))": (
+        lambda v: ((0.2 + 0.055) / 1.055) ** 2.4 + 2 * 5 / 255 / 12.92 + 8 * 128 / 255
+    ),
     "float(pack_float_to_unorm4x8(float4(0, 1, 0.5f, 2)) >> 8)": lambda v: float(0xFF80FF),
     "float(pack_half_to_snorm2x16(half2(1, 0)))": lambda v: 32767.0,
 }
@@ -116,6 +136,8 @@ INTS: dict[str, Callable[[int], int]] = {
     "conjunction<is_integral<int>, is_integral<float>>::value": lambda v: 0,
     "array<float, 1>().empty()": lambda v: 0,
     "int(pack_float_to_snorm4x8(float4(-2, 2, 0, 0)))": lambda v: 0x7F81,
+    "int(pack_half_to_unorm10a2(half4(0, 1, 0.5h, 0)))": lambda v: 1023 << 10 | 512 << 20,
+    "int(pack_half_to_srgb_unorm4x8(half4(0.001h, 0.2h, 0, 0.25h)))": lambda v: 0x40007C03,
 }
 
 

@@ -21,6 +21,7 @@ _REPLAYS = "attention/test_replay*.py"
 ROOMS = {
     "torch_metalmm/nn": "nn models/fuse hf/test_exact_rows.py",
     "torch_metalmm/models/integers": "files/others models/test_adopt_integers.py",
+    "torch_metalmm/models/ggml.py": "files/gguf models/test_adopt.py",
     "torch_metalmm/models/mtp.py": "files hf/test_mtp_drafts.py",
     "torch_metalmm/files": "files hf",
     "torch_metalmm/hf": "hf attention models/test_generation.py",
