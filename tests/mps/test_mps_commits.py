@@ -56,8 +56,9 @@ def test_a_plan_of_two_passes_is_not_torn(monkeypatch: pytest.MonkeyPatch) -> No
     assert ends(calls) == ["dispatch", "dispatch", "commit"]
 
 
-def test_zero_leaves_it_to_torch(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv(VARIABLE, "0")
+@pytest.mark.parametrize("text", ["0", "1000000"])
+def test_zero_and_the_most_leave_it_to_torch(text: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(VARIABLE, text)
     assert commits_of(100) == ["dispatch"] * 100
 
 

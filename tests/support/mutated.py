@@ -19,7 +19,10 @@ _REPLAYS = "attention/test_replay*.py"
 # {room of the code, or a file: where in tests/ it is tested, and pytest's choice among the tests}.
 # What has no row is tested in the folder of its name: choice_of().
 ROOMS = {
-    "torch_metalmm/nn": "nn models/fuse hf/test_exact_rows.py",
+    "torch_metalmm/nn": "nn models/fuse models/test_importance.py cpu/test_int8_ops.py"
+    f" hf/test_exact_rows.py {_BUILT}",
+    "torch_metalmm/nn/collective.py": "models/shard",
+    "torch_metalmm/nn/sharded.py": "models/shard",
     "torch_metalmm/models/integers": "files/others models/test_adopt_integers.py",
     "torch_metalmm/models/ggml.py": "files/gguf models/test_adopt.py",
     "torch_metalmm/models/mtp.py": "files hf/test_mtp_drafts.py",
@@ -27,9 +30,11 @@ ROOMS = {
     "torch_metalmm/hf": "hf attention models/test_generation.py",
     "torch_metalmm/hf/diffusers": "hf/test_images*.py models/test_adopt_images.py",
     "torch_metalmm/hf/caches": f"attention hf/test_drafts.py tools/serve {_BUILT}",
+    "torch_metalmm/hf/parallel.py": "models/shard",
     "torch_metalmm/hf/replay.py": f"{_REPLAYS} hf/test_graphs.py {_BUILT}",
     "torch_metalmm/hf/unchanged.py": f"{_REPLAYS} {_BUILT}",
     "torch_metalmm/tools/serve": "tools/serve hf/test_drafts.py",
+    "torch_metalmm/tools/format_table.py": "formats/test_table.py",
     "torch_metalmm/tools/doctor": "tools/test_doctor.py",
     "csrc/ops": f"ops {_BUILT}",
     "csrc/ops/attention": f"attention ops {_BUILT}",

@@ -36,6 +36,7 @@ from torch_metalmm import (
 )
 from torch_metalmm.files.gguf.file import GgufFile
 from torch_metalmm.files.gguf.map import gguf_names
+from torch_metalmm.hf.parallel import shard_skeleton
 from torch_metalmm.nn.fused import LinearPart
 from torch_metalmm.nn.sharded import ColumnsLinear, RowsEmbedding, RowsLinear, Shard, Sharded
 
@@ -277,3 +278,21 @@ def check_gpt2(mesh: Any, folder: Path) -> None:
     want = shard_(quantize_(random_model("gpt2"), "q4_0", progress=False), mesh, GPT2)
     assert sum(isinstance(m, Sharded) for m in want.modules()) == 2 + 2 * 4
     check_same(got, want)
+
+
+@pytest.mark.parametrize(
+    ("asked", "name"),
+    [
+        ({"pp_size": 2}, "pp_size"),
+        ({"fsdp_size": 2}, "dp_size"),
+        ({"tp_size": 2, "ep_size": 2}, "ep_size"),
+    ],
+)
+def test_other_ways_to_divide_are_refused(asked: dict[str, int], name: str) -> None:
+    """Before a process group is asked for."""
+    from transformers.distributed.configuration_utils import DistributedConfig
+
+    model = random_model("gpt2")
+    model.config.distributed_config = DistributedConfig(**asked)
+    with pytest.raises(ValueError, match=f"{name} = 2; packed layers are divided by tensor"):
+        shard_skeleton(model, [], None)
