@@ -328,7 +328,8 @@ def verdict(mutant: Mutant, number: int) -> tuple[str, str]:
         files, size = files[size:], 2 * size
         status, said = with_fault(mutant, number, tests, left)
         if status == 1:
-            if not mutant.file.endswith(".py") and re.search(_NO_SHADER, said, re.M):
+            of_it = rf"{Path(mutant.file).name}:\d+:\d+: error: "
+            if not mutant.file.endswith(".py") and re.search(f"{_NO_SHADER}|{of_it}", said, re.M):
                 return "invalid", ""
             return "noticed", re.findall(_FAILED, said, re.M)[0]
         if status not in (0, NO_TESTS):  # pytest itself ended or hangs, or there are many tests

@@ -88,18 +88,20 @@ def test_others_stay_dense(dense: Any) -> None:
     assert model["table"] is module and type(model["up"]).__name__ == "QuantLinear"
 
 
-def test_adapters_on_a_scaled_embedding_are_scaled_too() -> None:
+@pytest.mark.parametrize("use_dora", [False, True])
+@pytest.mark.parametrize("architecture", ["bart", "gemma3"])
+def test_adapters_on_a_scaled_embedding_are_scaled_too(architecture: str, use_dora: bool) -> None:
     """A float scale: PEFT would round it to the dtype of the weight, bytes."""
     from lora_cases import lora, randomize
     from peft import get_peft_model
 
     outputs = []
     for format in (None, "f32"):
-        table = embedding("bart", "BartScaledWordEmbedding", 10, 64, 1, SCALE)
+        table = embedding(architecture, SCALED[architecture], 10, 64, 1, SCALE)
         model = nn.ModuleDict({"table": table})
         if format is not None:
             quantize_(model, format, progress=False)
-        model = get_peft_model(model, lora("table"))
+        model = get_peft_model(model, lora("table", use_dora=use_dora))
         randomize(model)
         outputs.append(model.base_model.model["table"](IDS))
     assert torch.equal(*outputs)

@@ -25,6 +25,7 @@ ROOMS = {
     "torch_metalmm/nn/sharded.py": "models/shard",
     "torch_metalmm/models/integers": "files/others models/test_adopt_integers.py",
     "torch_metalmm/models/ggml.py": "files/gguf models/test_adopt.py",
+    "torch_metalmm/models/lora": "models/lora models/test_embedding_scale.py",
     "torch_metalmm/models/mtp.py": "files hf/test_mtp_drafts.py",
     "torch_metalmm/files": "files hf",
     "torch_metalmm/hf": "hf attention models/test_generation.py",
@@ -45,7 +46,8 @@ ROOMS = {
     "csrc/hooks": "packaging/test_core.py mps",
     "csrc/cpu": f"cpu ops hf/test_exact_rows.py {_BUILT}",
     "csrc/cpu/attention": f"attention ops {_BUILT}",
-    "csrc/cpu/quantize": "formats/test_quantizers.py ops/test_layouts.py -k 'quantizers or beyond'",
+    "csrc/cpu/quantize": "formats/test_quantizers.py formats/test_weighted.py ops/test_layouts.py"
+    " -k 'quantizers or weighted or beyond'",
     "csrc/emulator": "emulator msl",
     "csrc/msl": "msl emulator",
     "torch_metalmm/msl": "msl emulator",

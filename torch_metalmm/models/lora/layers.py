@@ -200,8 +200,7 @@ def _dense_copy(packed: Any) -> nn.Module:
     weight = nn.Parameter(packed.dequantize(), requires_grad=False)
     dense: nn.Module
     if isinstance(packed, QuantEmbedding):
-        dense = nn.Embedding(1, 1, packed.padding_idx, device="meta")
-        dense.num_embeddings, dense.embedding_dim = weight.shape
+        dense = nn.Embedding(*weight.shape, packed.padding_idx, device="meta")
         if isinstance(packed.embed_scale, Tensor):
             dense.register_buffer("embed_scale", packed.embed_scale)
         else:
