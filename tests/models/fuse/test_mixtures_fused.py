@@ -19,6 +19,8 @@ from bench.models.families import family, fused_family
 from bench.models.op_counts import Calls
 from torch_metalmm import activations_, fuse_, load_gguf, unfuse_
 from torch_metalmm.models.fuse.layers import fused_layer
+from torch_metalmm.models.fuse.mixtures import mixture_of
+from torch_metalmm.models.fuse.observe import Call
 from torch_metalmm.nn.experts import QuantExperts
 from torch_metalmm.nn.mixture import Mixture
 
@@ -108,6 +110,16 @@ def test_a_shared_expert_of_another_size_stays_apart() -> None:
             down.bias = torch.nn.Parameter(torch.ones(down.out_features), requires_grad=False)
         assert products(fused) == [count[0] + 2, count[1]]
         assert_near(logits(fused, 1), logits(model, 1))
+
+
+def test_a_result_of_another_shape_is_of_another_mixture() -> None:
+    """Even where the values are the same."""
+    mlp = fused_family(family("qwen3_next")).model.layers[0].mlp
+    x = torch.randn(1, 3, mlp.gate.weight.shape[-1], generator=torch.Generator().manual_seed(0))
+    with torch.no_grad():
+        out = mlp(x)
+    assert mixture_of(Call(mlp, (x,), {}, out), x) is not None
+    assert mixture_of(Call(mlp, (x,), {}, out[0]), x) is None
 
 
 def test_more_choices_than_route_has_beside_a_shared_expert() -> None:
