@@ -53,6 +53,16 @@ def test_notes_and_errors_move_no_cursor(
     assert capsys.readouterr().err == "a\u241b]0;title\u2407 \ufffd2J\nb\u241b[2J\nc\n"
 
 
+def test_a_note_on_a_terminal_is_of_one_style(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """No part of it is markup, the name of an emoji, or highlighted as a number."""
+    monkeypatch.setenv("FORCE_COLOR", "1")
+    monkeypatch.setenv("TERM", "xterm")
+    Screen().note("[b]12 :smile: 'x'")
+    assert capsys.readouterr().err == "\x1b[2m[b]12 :smile: 'x'\x1b[0m\n"
+
+
 def test_an_answer_without_rich_moves_no_cursor(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
