@@ -200,7 +200,8 @@ def _dense_copy(packed: Any) -> nn.Module:
     weight = nn.Parameter(packed.dequantize(), requires_grad=False)
     dense: nn.Module
     if isinstance(packed, QuantEmbedding):
-        dense = nn.Embedding(*weight.shape, packed.padding_idx, device="meta")
+        rows, width = weight.shape
+        dense = nn.Embedding(rows, width, packed.padding_idx, device="meta")
         if isinstance(packed.embed_scale, Tensor):
             dense.register_buffer("embed_scale", packed.embed_scale)
         else:
