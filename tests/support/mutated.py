@@ -42,6 +42,7 @@ ROOMS = {
     "csrc/ops/experts": f"ops/experts ops/test_layouts.py {_BUILT}",
     "csrc/ops/replay": f"{_REPLAYS} {_BUILT}",
     "csrc/python": f"plan emulator mps cpu {_REPLAYS} ops/test_errors.py",
+    "csrc/python/emulator.cpp": "emulator msl",
     "csrc/gpu": f"mps {_ON_GPU}",
     "csrc/hooks": "packaging/test_core.py mps",
     "csrc/cpu": f"cpu ops hf/test_exact_rows.py {_BUILT}",
