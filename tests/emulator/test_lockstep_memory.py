@@ -202,6 +202,13 @@ def test_a_wild_access_is_reported(checked: bool) -> None:
     assert y[31] == 31
 
 
+def test_what_lies_behind_the_last_slot_is_named_after_it() -> None:
+    text = f"""{HEAD}kernel void k(threadgroup float* t [[threadgroup(31)]],
+        uint i [[thread_position_in_grid]]) {{ t[i + 1] = i; }}"""
+    with pytest.raises(EmulatorFault, match=r"of the 128 of \[\[threadgroup\(31\)\]\]"):
+        MetalSource(text).function("k")(1, 32, {}, {31: 128})
+
+
 def test_slots_that_there_are_not() -> None:
     run = kernel("y[i] = i;")
     with pytest.raises(ValueError, match=r"\[\[buffer\(32\)\]\]: indices from 0 to 31"):
