@@ -3,18 +3,18 @@
     python tests/mutants.py [--count 100] [--seed 0] [--only gguf_file] [--minutes 60]
 
 A mutant is a copy of the tree with one operator, number, condition or call changed in a file that
-is_mutated() takes; the tests of tests_of() run on it until one fails. The failed one has to pass
-without the fault. Faults are drawn evenly over the folders of the code, and in each over its files,
-by the seed. The copy lies in build/mutants; what changes there is put back after each mutant.
-Prints each mutant, then the score by room and language.
+is_mutated() takes; the tests of tests_of() run on it until one fails, for SECONDS. At the end the
+failed ones have to pass without a fault. Faults are drawn evenly over the folders of the code, and
+in each over its files, by the seed. The copy lies in build/mutants; what changes there is put back
+after each mutant. Prints each mutant, then the score by room and language.
 
 All C++ mutants of a run cost one compilation: the copy is built with each, METALMM_MUTANT in the
 environment chooses one. A condition, an initial value or a statement of one line is changed
-so. Left out are mutants that do not compile, those of code that the preprocessor or the compiler
-leaves out, throws of std::logic_error, which no caller can reach, and grains of parallel_for,
-which change the time alone. A mutant of a shader, or of the emulator's language and runtime, is
-compiled for the emulator. Headers of csrc/cpu, which is the loops of its instruction sets, are not
-mutated: they would ask for their mutant in each step.
+so. Left out are mutants that do not compile, also of shaders ("invalid"), those of code that the
+preprocessor or the compiler leaves out, throws of std::logic_error, which no caller can reach, and
+grains of parallel_for, which change the time alone. A mutant of a shader, or of the emulator's
+language and runtime, is compiled for the emulator. Headers of csrc/cpu, which is the loops of its
+instruction sets, are not mutated: they would ask for their mutant in each step.
 """
 
 from __future__ import annotations
