@@ -1,8 +1,9 @@
 """Random small models of the classes that transformers and llama.cpp's converter share.
 
-    python tests/support/converted_models.py CONVERTER [CASE ...]
+    PYTHONPATH=CONVERTER/gguf-py python tests/support/converted_models.py CONVERTER [CASE ...]
 
-records what the converter makes of them, and of every class that both know its architecture;
+records what the converter makes of them, and of every class that both know its architecture, which
+the converter has by its own gguf alone;
 prints what docs/guide/gguf.md says of the classes. CONVERTER is a folder with
 convert_hf_to_gguf.py, vendor/llama.cpp of llama-cpp-python's source distribution. Weights are two
 levels for each tensor, chosen by bits that the names of case and tensor seed; a record has bits.
