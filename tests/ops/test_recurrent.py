@@ -90,11 +90,13 @@ def test_causal_conv_as_the_models_keep_it(backend: Backend) -> None:
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 def test_gated_delta(shape: tuple[int, ...], dtype: torch.dtype, backend: Backend) -> None:
-    """a_log and dt_bias in f32 and in the dtype of x; a and b of another dtype."""
+    """a_log and dt_bias in f32, in the dtype of x, and one so; a and b of another dtype."""
     given = operands(shape, dtype)
     check_written(gated_delta, given, backend, str(shape))
     own = {name: given[name].to(dtype) for name in ("a_log", "dt_bias")}
     check_written(gated_delta, given | own | {"b": given["b"].float()}, backend, f"{shape} own")
+    for name, t in own.items():
+        check_written(gated_delta, given | {name: t}, backend, f"{shape} {name} of its own")
 
 
 def test_gates_far_out_and_large_rows(backend: Backend) -> None:

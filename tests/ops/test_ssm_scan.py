@@ -44,12 +44,14 @@ def operands(shape: tuple[int, ...], dtype: torch.dtype) -> dict[str, Tensor]:
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 def test_ssm_scan(shape: tuple[int, ...], dtype: torch.dtype, backend: Backend) -> None:
-    """What heads have in f32 and in the dtype of xbc; no gate, and one of another dtype."""
+    """What heads have in f32, in xbc's dtype, and one so; no gate, and one of another dtype."""
     given = operands(shape, dtype)
     check_written(ssm_scan, given, backend, str(shape))
     own = {name: given[name].to(dtype) for name in ("a_log", "dt_bias", "d")}
     gate = given.pop("gate")
     check_written(ssm_scan, given | own, backend, f"{shape} own")
+    for name, t in own.items():
+        check_written(ssm_scan, given | {name: t}, backend, f"{shape} {name} of its own")
     check_written(ssm_scan, given | own | {"gate": gate.float()}, backend, f"{shape} wide gate")
 
 
