@@ -35,6 +35,7 @@ METAL = ROOT / "metal"
 DTYPES = {"f32": "float", "f16": "half", "bf16": "bfloat"}
 
 _PLAIN = "{x, x}, w, {y, x, x}, args, memory, at"
+_ARRANGED = "{x, x}, x, w, {y, x, x}, args, memory, at"
 _PAIR = "{x, x}, w, w, {y, x, x}, args, memory, at"
 _MASKED = "x, x, w, {y, x, x}, args, memory, at"
 _BATCHED = "batched_rows(metalmm::Struct::Pieces::kValues)"
@@ -43,7 +44,7 @@ STRATEGIES = {
     "gemv": ("gemv", "GemvOne", "GemvStandard::kRows", _PLAIN),
     "gemv_large_k": ("gemv", "GemvLong", "GemvLargeK::kRows", _PLAIN),
     "gemv_wide_n": ("gemv", "GemvWide", "GemvWideN::kRows", _PLAIN),
-    "gemv_batched": ("gemv_batched", "GemvBatch", _BATCHED, _PLAIN),
+    "gemv_batched": ("gemv_batched", "GemvBatch", _BATCHED, _ARRANGED),
     "swiglu_up": ("swiglu", "SwigluGateUp", "SwigluUp::kRows * 2", _PAIR),
     "swiglu_down": ("swiglu", "SwigluDown", "GemvStandard::kRows", _MASKED),
 }
