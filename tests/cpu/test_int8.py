@@ -129,7 +129,7 @@ def test_the_batch_changes_no_bit_of_a_row(name: str, strategy: str, kind: str) 
 @pytest.mark.parametrize("name", ("q4_0", "q6_k", "affine4_g64"))
 def test_threads_change_no_bit(name: str, kind: str) -> None:
     k = inputs.long_k(name)
-    w, x = random_weight(name, 300, k), activations(300, k)
+    w, x = random_weight(name, 150, k), activations(300, k)  # a thread takes 62 rows of W or fewer
     results = []
     for threads in (1, 2, 3):
         torch.set_num_threads(threads)
