@@ -50,6 +50,7 @@ def test_turns_of_conversations(
 ) -> None:
     """Each reads what is new, and what lies in no whole page, beside the server or its peer."""
     monkeypatch.setattr(conversations, "server", lambda *_: nullcontext(started))
+    monkeypatch.setattr(conversations, "NEW", 8)
     records = records_of(tmp_path, "serve", "--turns", "3", "--peer", str(started.port))
     ways = {r["way"]: r for r in records if r["kind"] == "serve-turns"}
     assert set(ways) == {"metalmm", "peer"}
