@@ -141,7 +141,7 @@ def test_a_process_that_does_not_start() -> None:
 
 
 def test_what_a_check_prints_is_not_the_report() -> None:
-    ((text, ok),) = report({"loud": "print('{}'); os.system('echo {}')"})
+    ((text, ok),) = report({"loud": "print('{}'); os.system('echo no JSON')"})
     assert ok and re.match(r"loud +ok ", text)
 
 
