@@ -211,7 +211,7 @@ void bind_plan(py::module_& m) {
       "strategy",
       [](const std::string& name) {
         const StrategyInfo& s = info_of(strategy_by_name(name));
-        constexpr const char* families[] = {"matmul", "rows",   "flat",      "halves", "groups",
+        constexpr const char* families[] = {"matmul", "rows",   "flat",      "arrange", "groups",
                                             "single", "append", "attention", "torch"};
         static_assert(std::size(families) == static_cast<size_t>(Family::Torch) + 1);
         py::dict out;

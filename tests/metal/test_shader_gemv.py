@@ -68,6 +68,19 @@ def test_x_in_the_order_of_lanes_changes_no_bit(name: str) -> None:
         assert torch.equal(y, alone[:m]), m
 
 
+def test_rows_with_gaps_are_put_in_the_order_of_lanes() -> None:
+    """x that begins at no multiple of 16 bytes, rows 3 values apart."""
+    m, n, k = 3, 64, 768
+    packed, x = random_weight("q4_k", n, k), activations(m, k)
+    memory = torch.full((1 + m * (k + 3),), torch.nan)
+    rows = memory[1:].view(m, k + 3)[:, :k]
+    rows.copy_(x)
+    buffers = {"x": memory[1:], "weight": packed, "y": torch.full((m, n), torch.nan)}
+    sizes = {"m": m, "n": n, "k": k, "format": "q4_k", "x_stride": k + 3}
+    y = execute("linear", buffers, _C.CUDA, strategy="gemv_batched", **sizes)
+    assert torch.equal(y, linear("gemv", "q4_k", packed, x, chip=_C.CUDA))
+
+
 def test_ids_out_of_range_stay_inside_the_table() -> None:
     """The host checks ids; the kernel, if it is given a wrong one, reads no other memory."""
     packed = random_weight("q4_0", 4, 32)

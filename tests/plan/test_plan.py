@@ -309,7 +309,7 @@ def check_arranged(p: dict[str, Any], plan: dict[str, Any]) -> None:
     tiles = strategy == "gemm_small" and batch > 8
     cores = (_C.gpu(p["chip"]) | p["gpu"])["cores"]
     vectors = strategy == "gemv_batched" and p["dtype"] == "f32" and plan["chip"] == _C.CUDA
-    vectors &= p["format"] not in formats.DTYPES and p["m"] * p["n"] >= 128 * cores
+    vectors &= p["format"] not in formats.DTYPES and p["m"] * p["n"] >= 64 * cores
     kept = _C.EPILOGUE_BITS["norm"] | _C.EPILOGUE_BITS["partial"]
     vectors &= main["constants"]["epilogue"] & kept == 0
     assert bool(plan["main"]) == ((tiles or vectors) and p["k"] > 0)
@@ -328,10 +328,13 @@ def check_arranged(p: dict[str, Any], plan: dict[str, Any]) -> None:
         assert one["args"]["count"] == rows * values * item // 16
         assert covers(one["grid"][0], one["group"][0], one["args"]["count"])
         assert one["grid"][1:] == [1, 1] and plan["arranged_bytes"] == rows * values * item
-        assert main["args"]["x_stride"] == (values if vectors else one["args"]["x_stride"])
+        assert one["args"]["x_stride"] == p["k"]
+        assert main["args"]["x_stride"] == (values if vectors else p["k"])
         assert one["constants"]["batch"] == batch and one["constants"]["k"] == p["k"]
         own = one["constants"]["bounds"]
         assert own & bits["k"] == (bits["k"] if p["k"] % step else 0)
+        is_aligned = p["k"] * item % 16 == 0 or p["m"] <= 1
+        assert own & bits["aligned_x"] == (bits["aligned_x"] if is_aligned else 0)
         assert bounds & bits["aligned_x"] if vectors else (own ^ bounds) & bits["aligned_x"] == 0
 
 

@@ -67,7 +67,7 @@ def read_importance(
     }
     owners = {name: layer for layer in layers for name in (layer, f"{layer}.weight")}
     with suppress(ValueError):  # gguf has no such architecture
-        owners |= gguf_names(model, layers)
+        owners |= gguf_names(model, layers, whole=True)
     found = {}
     for name, entry in read_imatrix(path).entries.items():
         layer = owners.get(name)

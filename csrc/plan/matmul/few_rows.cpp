@@ -24,8 +24,9 @@ constexpr Batched kBatched[] = {
 // Products of a row of W and a row of x for each core from which gemv_batched of floats wins by x
 // in the order of its lanes more than the pass takes, 2.5 us. H200, K = 4096, 14336 rows of W (217
 // products a core at M = 2), us saved at M = 2, 4, 8, that pass included: q4_0 6.8, 15.8, 34.6;
-// q8_0 -0.2, 11.9, 17.9; q4_k 7.2, 11.2, 25.8; q6_k -2.2, 4.3, 18.9; affine4 23.4, 42.2, 84.6.
-constexpr int64_t kArrangedProducts = 128;
+// q8_0 -0.2, 11.9, 17.9; q4_k 7.2, 11.2, 25.8; q6_k -2.2, 4.3, 18.9; affine4 23.4, 42.2, 84.6. As x
+// lies, 2048 rows take at M = 8, and a tile: affine4 23.4, 17.8; q4_k 15.5, 18.4; q4_0 14.9, 18.4.
+constexpr int64_t kArrangedProducts = 64;
 
 }  // namespace
 

@@ -92,6 +92,15 @@ def test_names_of_every_architecture(case: str) -> None:
     assert {name for name in tensors if "attn_gate" in name} <= found.keys()
 
 
+def test_a_matrix_of_2025_names_one_tensor() -> None:
+    """ssm_in of Qwen3-Next, which files have had in two tensors since."""
+    model = recorded_model("qwen3-next")
+    layer = next(n for n in linear_layers(model) if n.endswith("in_proj_qkvz"))
+    names = gguf_names(model, [layer], whole=True)
+    assert [*names] == [f"blk.0.{leaf}.weight" for leaf in ("attn_qkv", "attn_gate", "ssm_in")]
+    assert {*names.values()} == {layer} and len(gguf_names(model, [layer])) == 2
+
+
 def test_columns_of_a_packed_file(tmp_path: Path) -> None:
     model, _ = load_gguf(random_gguf(tmp_path / "m.gguf", "llama"))
     layer = model.model.layers[0].mlp.down_proj

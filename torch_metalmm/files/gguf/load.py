@@ -34,7 +34,7 @@ from .architectures import model_config
 from .derive import ROPE_DIVISORS
 from .experts import Experts, experts_of, put_experts
 from .file import GgufFile
-from .joined import common_format, joined_rows
+from .joined import ANEW, common_format, joined_rows
 from .layout import Layout, TensorMap
 from .map import layer_of, tensor_map
 from .rows import Architecture
@@ -330,6 +330,14 @@ def _warn(file: GgufFile, plan: _Plan, dtype: torch.dtype, config: Any) -> None:
             f"{file.path} has no output.weight, and no key says whether the input of its tied head "
             "is scaled by d_model**-0.5, as T5 1.0 does: taken as scaled; else set "
             "model.config.scale_decoder_outputs = False",
+            stacklevel=3,
+        )
+    joins = [item.sources for item in plan.packed if item.format == ANEW]
+    again = [s for s in joins if {file.tensors[name].format for name in s} != {ANEW}]
+    if again:
+        warnings.warn(
+            f"packed again in {ANEW}, because the model has these formats in one matrix: "
+            f"{summary([name for sources in again for name in sources])}",
             stacklevel=3,
         )
     decoded = [name for name in plan.dense if file.tensors[name].format not in DTYPES]

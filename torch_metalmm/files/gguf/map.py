@@ -40,9 +40,10 @@ def _arches() -> dict[str, Any]:
     return {name: arch for arch, name in MODEL_ARCH_NAMES.items()}
 
 
-def gguf_names(model: Any, layers: Iterable[str]) -> dict[str, str]:
+def gguf_names(model: Any, layers: Iterable[str], whole: bool = False) -> dict[str, str]:
     """{tensor of GGUF files: the layer of the transformers model whose weight has its rows}.
 
+    whole: of layers that files have in several tensors, older files' name of one, too.
     ValueError: gguf knows no architecture of the model's type.
     """
     from gguf import get_tensor_name_map
@@ -65,7 +66,7 @@ def gguf_names(model: Any, layers: Iterable[str]) -> dict[str, str]:
         name = known.get_name(layer) or known.get_name(f"model.{layer}")
         if leaves is not None:
             named |= {f"blk.{layer_of(layer)}.{leaf}": layer for leaf in leaves}
-        elif name is not None:
+        if name is not None and (leaves is None or whole):
             named[f"{name}.weight"] = layer
     return named
 

@@ -1,1 +1,1 @@
-"""Merging packed layers of one input into one, where that is faster."""
+"""Fewer, larger ops: decoder layers, gated MLPs, norms."""
