@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from plan_cases import CHIPS, DTYPES, MS, NKS, pieces, stored, strategy_of
+from plan_cases import CHIPS, DTYPES, MS, NKS, pieces, stored, strategy_of, weaves
 
 from torch_metalmm import _C, formats
 from torch_metalmm.tools import explain
@@ -309,17 +309,16 @@ def check_arranged(p: dict[str, Any], plan: dict[str, Any]) -> None:
     tiles = strategy == "gemm_small" and batch > 8
     cores = (_C.gpu(p["chip"]) | p["gpu"])["cores"]
     vectors = strategy == "gemv_batched" and p["dtype"] == "f32" and plan["chip"] == _C.CUDA
-    vectors &= p["format"] not in formats.DTYPES and p["m"] * p["n"] >= 64 * cores
+    codec = re.sub(r"_g\d+.*", "", p["format"])
+    is_far = pieces()[codec] == 32 == weaves().get(codec, 32)  # a line for each lane
+    vectors &= codec not in formats.DTYPES
+    vectors &= p["m"] * p["n"] >= (64 if is_far else 128) * cores
     kept = _C.EPILOGUE_BITS["norm"] | _C.EPILOGUE_BITS["partial"]
     vectors &= main["constants"]["epilogue"] & kept == 0
     assert bool(plan["main"]) == ((tiles or vectors) and p["k"] > 0)
     assert (bounds & bits["arranged_x"] > 0) == (plan["main"] == 1 and vectors)
     if plan["main"]:
-        step = (
-            32 * pieces()[re.sub(r"_g\d+.*", "", p["format"])]
-            if vectors
-            else _C.strategy(strategy)["k"]
-        )
+        step = 32 * pieces()[codec] if vectors else _C.strategy(strategy)["k"]
         values = ceil(p["k"] / step) * step
         rows = p["m"] if vectors else main["grid"][0] * batch
         item = formats.DTYPES[p["dtype"]].itemsize

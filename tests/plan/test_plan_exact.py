@@ -77,3 +77,14 @@ def test_passes_of_two_rows_where_lines_of_x_bound_an_nvidia_gpu(m: int) -> None
             passes, batch = one["grid"][0], one["constants"]["batch"]
             assert passes == -(-m // rows) and batch == -(-m // passes)
             assert bool(one["constants"]["bounds"] & M_TAIL) == (passes * batch > m)
+
+
+@pytest.mark.parametrize(
+    ("format", "each"), [("q4_0", 128), ("q4_k", 128), ("q4_1", 64), ("affine4_g64", 64)]
+)
+def test_few_floats_are_read_as_they_lie(format: str, each: int) -> None:
+    """Up to so many products for each core; half where each lane reads a line of its own."""
+    sizes = {"k": 4096, "format": format, "dtype": "f32", "chip": _C.CUDA, "gpu": {"cores": 12}}
+    for n, arranged in ((3 * each, 1), (3 * each - 1, 0)):
+        plan = _C.plan(m=4, n=n, strategy="gemv_batched", **sizes)
+        assert plan["main"] == arranged, n

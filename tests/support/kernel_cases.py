@@ -110,7 +110,7 @@ def case(kernel: str, number: int) -> Case:
             # Pieces of both sizes, weaves of each: a case of each number has another.
             name = ("q4_0", "q4_k", "q6_k", "q8_0", "affine4_g64")[number % 5]
             k = values_of_k(formats.get(name).block_values, number, pick)
-            mnk = pick.randint(7, 8), 10 * CORES, k
+            mnk = pick.randint(7, 8), 20 * CORES, k
             return matmul_case(kernel, "gemv_batched", name, mnk, dtype, pick)
         mnk = pick.randint(9, 32), pick.randint(1, 70), k
         return matmul_case(kernel, "gemm_small", "q8_0", mnk, dtype, pick)

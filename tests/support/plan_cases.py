@@ -45,6 +45,13 @@ def pieces() -> dict[str, int]:
     return {name: int(row.split(",")[column[kind]]) for kind, name, row in rows if row[0] == " "}
 
 
+def weaves() -> dict[str, int]:
+    """{block format of formats.def: values among which runs of neighbouring pieces interleave}."""
+    text = (ROOT / "metal" / "formats.def").read_text()
+    rows = re.findall(r"^MM_BLOCK *\((\w+),(.*)\)$", text, re.M)
+    return {name: int(row.split(",")[5]) for name, row in rows if row[0] == " "}
+
+
 def stored() -> list[str]:
     """The formats that a shader quantizes."""
     text = (ROOT / "metal" / "formats.def").read_text()

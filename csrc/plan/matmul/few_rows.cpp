@@ -24,9 +24,16 @@ constexpr Batched kBatched[] = {
 // Products of a row of W and a row of x for each core from which gemv_batched of floats wins by x
 // in the order of its lanes more than the pass takes, 2.5 us. H200, K = 4096, 14336 rows of W (217
 // products a core at M = 2), us saved at M = 2, 4, 8, that pass included: q4_0 6.8, 15.8, 34.6;
-// q8_0 -0.2, 11.9, 17.9; q4_k 7.2, 11.2, 25.8; q6_k -2.2, 4.3, 18.9; affine4 23.4, 42.2, 84.6. As x
-// lies, 2048 rows take at M = 8, and a tile: affine4 23.4, 17.8; q4_k 15.5, 18.4; q4_0 14.9, 18.4.
-constexpr int64_t kArrangedProducts = 64;
+// q8_0 -0.2, 11.9, 17.9; q4_k 7.2, 11.2, 25.8; q6_k -2.2, 4.3, 18.9; affine4 23.4, 42.2, 84.6. Half
+// of them where a load of all lanes touches 32 lines, pieces of 32 values in a row. 2048 rows (78
+// to 124), as x lies and arranged, at M = 5, 6, 8: affine4 18.8, 18.5, 23.4 and 9.6, 9.8, 11.2; but
+// q4_k 12.9, 12.8, 15.5 and 15.3, 11.9, 15.9, q6_k 12.3, 12.2, 15.2 and 16.4, 14.7, 15.3.
+constexpr int64_t kArrangedProducts = 128;
+
+int64_t arranged_products(const Piece& piece) {
+  const bool is_far = piece.values == 32 && piece.weave == piece.values;
+  return is_far ? kArrangedProducts / 2 : kArrangedProducts;
+}
 
 }  // namespace
 
@@ -46,7 +53,7 @@ bool takes_arranged(StrategyId strategy, const Problem& p, const Gpu& gpu, const
   const bool is_whole = !(main.constants[kConstantEpilogue] & (kEpilogueNorm | kEpiloguePartial));
   return strategy == StrategyId::gemv_batched && p.dtype == DType::kF32 && is_whole &&
          gpu.accelerator == Accelerator::kTensorCores && p.format->layout != Layout::kDense &&
-         product(p.m, p.n) >= kArrangedProducts * gpu.cores;
+         product(p.m, p.n) >= arranged_products(piece_of(p.format->codec)) * gpu.cores;
 }
 
 // On an NVIDIA GPU lines of L1 bound gemv_batched where lanes read x 64 bytes or more apart: passes
