@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 import pytest
-from plan_cases import NKS, STRATEGIES, WIDTH_BITS, strategies_used
+from places import ROOT
+from plan_cases import NKS, STRATEGIES, WIDTH_BITS, strategies_used, strategy_of
 
 from torch_metalmm import _C, formats
 from torch_metalmm.tools import explain
@@ -360,3 +362,23 @@ def test_a_prompt_of_another_length_compiles_little(chip: str) -> None:
     assert all(b & _C.BOUNDS_BITS["m"] for b in bounds)
     batches = {constants[4] for kernel, *constants in made if kernel.startswith("gemm_")}
     assert batches == {48, 64} and len(made) <= 8
+
+
+def test_rows_of_x_that_were_measured() -> None:
+    """MM_BATCHED of tuning.def: up to so many rows a format takes gemv_batched, and no more."""
+    structs = {struct: name for name, struct in _rows("formats", r"MM_\w+ *\((\w+), +(\w+)")}
+    measured = _rows("tuning", r"MM_BATCHED\(kTensorCores, k(F16|F32), +(\w+), +(\d+)\)")
+    assert len(measured) > 30
+    for dtype, struct, most in measured:
+        name = structs[struct]
+        sizes = {"n": 14336, "k": 4096, "dtype": dtype.lower(), "chip": _C.CUDA}
+        sizes["format"] = f"{name}_g64" if name.startswith("affine") else name
+        plans = [_C.plan(m=m, **sizes) for m in range(2, 10)]
+        names = [strategy_of(plan["passes"][plan["main"]]["kernel"]) for plan in plans]
+        assert names.count("gemv_batched") == int(most) - 1, name
+        assert "gemv_batched" not in names[int(most) - 1 :], name
+
+
+def _rows(file: str, row: str) -> list[Any]:
+    path = ROOT / ("csrc/plan" if file == "tuning" else "metal") / f"{file}.def"
+    return re.findall(f"^{row}", path.read_text(), re.M)

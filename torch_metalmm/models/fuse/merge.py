@@ -36,8 +36,8 @@ def merge_all(
     """All of the modules as one; None, and nothing is done, where they are not alike."""
     if len({_key(layer, once) for layer in layers}) > 1:
         return None
-    (merged, *others) = merge_projections(parent, layers, once)
-    return None if others or merged is layers[0] else merged
+    merged = merge_projections(parent, layers, once)[0]
+    return None if merged is layers[0] else merged
 
 
 def _merged(parent: nn.Module, layers: list[Any]) -> MergedLinear:
