@@ -53,10 +53,10 @@ Activation activation_by_name(std::string_view name) {
 std::vector<StrategyId> strategies_of(Op op) {
   using S = StrategyId;
   std::vector<S> out;
-  const auto binds = [&](uint32_t slots, uint32_t or_slots) {
+  const auto binds = [&](auto... slots) {
     for (int i = 0; i < kNumStrategies; ++i) {
       const uint32_t of = info_of(static_cast<S>(i)).slots;
-      if (of == slots || of == or_slots) out.push_back(static_cast<S>(i));
+      if (((of == slots) || ...)) out.push_back(static_cast<S>(i));
     }
   };
   switch (op) {
@@ -67,8 +67,8 @@ std::vector<StrategyId> strategies_of(Op op) {
 #include "problems.def"
     case Op::kLinear:
       binds(kBindGemv, kBindGemvArranged);
-      binds(kBindArranged, kBindArranged);
-      binds(kBindMatmul, kBindMatmul);
+      binds(kBindArranged);
+      binds(kBindMatmul);
       out.push_back(S::dense);
       out.push_back(S::split_reduce);
       break;

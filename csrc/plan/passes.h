@@ -76,7 +76,8 @@ inline bool takes_norm(StrategyId strategy) {
   return (info_of(strategy).slots & slot_bit(kSlotNorm)) != 0;
 }
 
-// Values of K that a lane takes at a step. Choices depend on it, no result.
+// Values of K that a lane takes at a step, and their weave (formats.def). Choices depend on them,
+// no result.
 struct Piece {
   int values, weave;
   bool is_wide;  // gemv_wide_n may take it

@@ -11,7 +11,7 @@ from backends import compiled_dtype
 from inputs import activations, random_weight
 from oracle import FORMATS, spec
 from plan_cases import STRATEGIES, codecs, pieces, strategies_used
-from shaders import NAMES, execute, linear
+from shaders import NAMES, execute, linear, memory_of
 from torch import Tensor
 
 from bench.shaders import cells
@@ -72,10 +72,8 @@ def test_rows_with_gaps_are_put_in_the_order_of_lanes() -> None:
     """x that begins at no multiple of 16 bytes, rows 3 values apart."""
     m, n, k = 3, 64, 768
     packed, x = random_weight("q4_k", n, k), activations(m, k)
-    memory = torch.full((1 + m * (k + 3),), torch.nan)
-    rows = memory[1:].view(m, k + 3)[:, :k]
-    rows.copy_(x)
-    buffers = {"x": memory[1:], "weight": packed, "y": torch.full((m, n), torch.nan)}
+    memory = memory_of(x, gap=3, offset=1)
+    buffers = {"x": memory, "weight": packed, "y": torch.full((m, n), torch.nan)}
     sizes = {"m": m, "n": n, "k": k, "format": "q4_k", "x_stride": k + 3}
     y = execute("linear", buffers, _C.CUDA, strategy="gemv_batched", **sizes)
     assert torch.equal(y, linear("gemv", "q4_k", packed, x, chip=_C.CUDA))

@@ -366,8 +366,12 @@ def test_a_prompt_of_another_length_compiles_little(chip: str) -> None:
 
 def test_rows_of_x_that_were_measured() -> None:
     """MM_BATCHED of tuning.def: up to so many rows a format takes gemv_batched, and no more."""
-    structs = {struct: name for name, struct in _rows("formats", r"MM_\w+ *\((\w+), +(\w+)")}
-    measured = _rows("tuning", r"MM_BATCHED\(kTensorCores, k(F16|F32), +(\w+), +(\d+)\)")
+    structs = {
+        struct: name for name, struct in _rows("metal/formats.def", r"MM_\w+ *\((\w+), +(\w+)")
+    }
+    measured = _rows(
+        "csrc/plan/tuning.def", r"MM_BATCHED\(kTensorCores, k(F16|F32), +(\w+), +(\d+)\)"
+    )
     assert len(measured) > 30
     for dtype, struct, most in measured:
         name = structs[struct]
@@ -380,5 +384,4 @@ def test_rows_of_x_that_were_measured() -> None:
 
 
 def _rows(file: str, row: str) -> list[Any]:
-    path = ROOT / ("csrc/plan" if file == "tuning" else "metal") / f"{file}.def"
-    return re.findall(f"^{row}", path.read_text(), re.M)
+    return re.findall(f"^{row}", (ROOT / file).read_text(), re.M)

@@ -39,17 +39,19 @@ def codecs() -> list[str]:
 
 def pieces() -> dict[str, int]:
     """{name of formats.def: values of K that a lane of gemv takes at a step}."""
-    text = (ROOT / "metal" / "formats.def").read_text()
-    rows = re.findall(r"^MM_(DENSE|BLOCK|AFFINE) *\((\w+),(.*)\)$", text, re.M)
-    column = {"DENSE": 2, "BLOCK": 4, "AFFINE": 2}  # behind the name
-    return {name: int(row.split(",")[column[kind]]) for kind, name, row in rows if row[0] == " "}
+    return _column({"DENSE": 2, "BLOCK": 4, "AFFINE": 2})
 
 
 def weaves() -> dict[str, int]:
     """{block format of formats.def: values among which runs of neighbouring pieces interleave}."""
+    return _column({"BLOCK": 5})
+
+
+def _column(behind: dict[str, int]) -> dict[str, int]:
+    """{name: a number of its row}. behind: how many columns behind the name, by the kind of row."""
     text = (ROOT / "metal" / "formats.def").read_text()
-    rows = re.findall(r"^MM_BLOCK *\((\w+),(.*)\)$", text, re.M)
-    return {name: int(row.split(",")[5]) for name, row in rows if row[0] == " "}
+    rows = re.findall(rf"^MM_({'|'.join(behind)}) *\((\w+),(.*)\)$", text, re.M)
+    return {name: int(row.split(",")[behind[kind]]) for kind, name, row in rows if row[0] == " "}
 
 
 def stored() -> list[str]:

@@ -62,12 +62,12 @@ bool takes_arranged(StrategyId strategy, const Problem& p, const Gpu& gpu, const
 // 57.6; x f32 126, 247 and 73.8, 141, q4_k 74.3, 139 and 48.8, 89.9. Not so q6_k, f16: 38.7
 // and 45.3. Arranged: affine4 32.0, 56.9 and 29.0, 52.6, q4_k no difference, q6_k 39.0 and 46.1.
 void choose_batch(StrategyId strategy, const Problem& p, const Gpu& gpu, Pass& pass) {
-  const bool is_f32 = p.dtype == DType::kF32 && !takes_arranged(strategy, p, gpu, pass);
-  const bool is_apart = p.format && (p.format->layout == Layout::kAffine || is_f32);
   if (strategy != StrategyId::gemv_batched || gpu.accelerator != Accelerator::kTensorCores ||
-      !is_apart || piece_of(p.format->codec).values <= 16) {
+      piece_of(p.format->codec).values <= 16) {
     return;
   }
+  const bool is_affine = p.format->layout == Layout::kAffine;
+  if (!is_affine && (p.dtype != DType::kF32 || takes_arranged(strategy, p, gpu, pass))) return;
   pass.constants[kConstantBatch] = std::min<uint32_t>(pass.constants[kConstantBatch], kKeptRows);
   pass.grid[0] = u32(ceil_div(p.m, pass.constants[kConstantBatch]), "m");
   uint32_t& bounds = pass.constants[kConstantBounds];

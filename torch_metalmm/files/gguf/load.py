@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from ...extras import HF, require
-from ...formats import DTYPES
+from ...formats import DTYPES, get
 from ...models.attach import attach
 from ...models.finite import check_finite
 from ...models.replace import is_conv1d, summary
@@ -358,8 +358,10 @@ def _warn(file: GgufFile, plan: _Plan, dtype: torch.dtype, config: Any) -> None:
 def _put_empty(model: Any, file: GgufFile, plan: _Plan) -> None:
     """Packed layers without data, from whose formats and sizes shard_ sees what to divide."""
     for item in plan.packed:
-        rows = joined_rows(file, item.sources, item.format)
-        put_packed(model, item.names, rows.to("meta"), item.format)
+        shapes = [file.tensors[source].shape for source in item.sources]
+        size = sum(n for n, _ in shapes), get(item.format).row_bytes(shapes[0][1])
+        rows = torch.empty(size, dtype=torch.uint8, device="meta")
+        put_packed(model, item.names, rows, item.format)
         if item.layout.columns is not None:
             order = torch.empty(len(item.layout.columns), dtype=torch.int64, device="meta")
             set_input_order(model, item.names, order)

@@ -29,6 +29,7 @@ from .architectures import llama3_divisors, metadata, model_config, refuse_spoil
 from .derive import ROPE_DIVISORS
 from .experts import check_format, stored_experts
 from .file import GgufFile, write_out
+from .joined import ANEW
 from .layout import TensorMap, negated_exp
 from .map import arch_of, tensor_map
 from .nextn import NORM, stored_head
@@ -182,10 +183,8 @@ def _stored(
 def _packed(
     mapping: TensorMap, name: str, target: str, module: QuantLinear | QuantEmbedding
 ) -> tuple[Tensor, str]:
-    """The layer's bytes, rows and columns in the order of the file; in q8_0, with a warning, where
-    that order of columns parts the blocks of the layer's format.
-
-    q8_0 adds the least to the rounding that was there, and its blocks of 32 divide what 256 does.
+    """The layer's bytes, rows and columns in the order of the file; packed anew, with a warning,
+    where that order of columns parts the blocks of the layer's format.
     """
     check_format(target, module.format)
     order = getattr(module, "input_order", None)
@@ -203,12 +202,12 @@ def _packed(
         raise ValueError(f"{target}: its layer gathers its input, which no GGUF file says")
     warnings.warn(
         f"{target}: a GGUF file has its columns in another order, which parts the blocks of "
-        f"{module.format}: written in q8_0",
+        f"{module.format}: written in {ANEW}",
         stacklevel=4,
     )
     dense = module.dequantize().cpu()[:, torch.from_numpy(columns)]
     dense = dense if rows is None else _placed(dense.contiguous(), rows)
-    return quantize_weight(dense, "q8_0"), "q8_0"
+    return quantize_weight(dense, ANEW), ANEW
 
 
 def _matrix(mapping: TensorMap, name: str, target: str, matrix: Tensor) -> Tensor:

@@ -1,1 +1,1 @@
-"""Fewer, larger ops: decoder layers, gated MLPs, norms."""
+"""fuse_ and unfuse_: what a model computes, found by running it, in fewer ops."""
