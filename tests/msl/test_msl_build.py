@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -36,6 +38,26 @@ def test_a_changed_include_is_compiled_anew(tmp_path: Path) -> None:
         assert value(tmp_path) == n
     header.write_text("#define VALUE 1\n")
     assert value(tmp_path) == 1
+
+
+def test_headers_that_a_checkout_writes_anew(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The cache is kept, as CI keeps it; the headers' bytes are the same, their times are not."""
+    include = tmp_path / "csrc" / "msl"
+    shutil.copytree(msl_build.INCLUDE, include)
+    moved = [o.replace(str(msl_build.INCLUDE), str(include)) for o in msl_build.LANGUAGE]
+    monkeypatch.setattr(msl_build, "LANGUAGE", moved)
+    monkeypatch.setattr(msl_build, "INCLUDE", include)
+    monkeypatch.setattr(msl_build, "CACHE", tmp_path / "build")
+    for n in (1, 2):
+        monkeypatch.setattr(
+            msl_build, "_parsed_headers", functools.cache(msl_build._parsed_headers.__wrapped__)
+        )
+        (tmp_path / "value.h").write_text(f"#define VALUE {n}\n")
+        assert value(tmp_path) == n
+        for header in include.rglob("*"):
+            os.utime(header, (n, n))
 
 
 @pytest.mark.parametrize("name", ["ziglang.py", "ziglang/__main__.py"])

@@ -260,7 +260,7 @@ def _readable(errors: str, file: str, places: list[tuple[str, int]]) -> str:
     return "\n".join(lines)
 
 
-# Headers are known by their bytes: a checkout may write them anew.
+# What parsed headers were made of is known by its bytes: a new environment has other times.
 _BY_CONTENT = ["-Xclang", "-fvalidate-ast-input-files-content"]
 _FRAME = re.compile(r"^(.*): error: stack frame size \((\d+)\) exceeds", re.MULTILINE)
 
@@ -269,7 +269,9 @@ _FRAME = re.compile(r"^(.*): error: stack frame size \((\d+)\) exceeds", re.MULT
 def _parsed_headers(translated: bool, *options: str) -> list[str]:
     """Options of clang by which it reads headers() as they were parsed once: 0.2 s of the 0.7 to 2
     that a shader takes."""
-    key = digest(str(ROOT), _tool_digest(), headers(translated), *options)
+    # Whether clang has read a header that says `#pragma once` it knows by the header's time.
+    times = [str(p.stat().st_mtime_ns) for p in sorted(INCLUDE.rglob("*")) if p.is_file()]
+    key = digest(str(ROOT), _tool_digest(), headers(translated), *options, *times)
     file = CACHE / f"headers-{key}" / "headers.pch"
     with _missing(file) as missing:
         if missing:
