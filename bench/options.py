@@ -104,6 +104,7 @@ OPTIONS = {
     ),
     "mtp": Option("drafts of models' own heads, small models that are trained first", bool),
     "train": Option("--mtp: each model for so many seconds (150)", float, 150.0, 2.0),
+    "hidden": Option("--mtp: hidden size of the models that are trained (512)", int, 512, 256),
     "told": Option(
         "--mtp: random models of 4 B parameters instead, whose drafts are right by this share",
         float,
@@ -196,7 +197,7 @@ MEASURES = {
         "what a token costs, by part",
         ON_DEVICE + "models no-graph no-fuse no-peers prompt context cache activations tp "
         "one-device new-tokens chip overhead families loops draft inexact ops write mtp "
-        "train folder told",
+        "train folder told hidden",
         {
             "cpu": {"formats": "q4_0,q4_k,q6_k,q8_0", "models": "168m,smollm2"},
             "cuda": ON_GPU | {"models": "8b,1b"},

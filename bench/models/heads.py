@@ -12,6 +12,7 @@ computes the text's tokens are proposed, right with that probability.
 from __future__ import annotations
 
 import copy
+import math
 import sysconfig
 import time
 from collections.abc import Iterator
@@ -23,6 +24,7 @@ import torch
 from torch import Tensor, nn
 
 from torch_metalmm import fuse_, load_mtp, quantize_
+from torch_metalmm.hf.answer import on_device
 from torch_metalmm.hf.caches.layers import DTYPE_NAMES
 from torch_metalmm.hf.mtp import Mtp
 from torch_metalmm.models.mtp import MtpHead
@@ -32,12 +34,10 @@ from ..tables import status
 from .drafted import raced
 from .trained import byte_ids
 
-BATCH, LENGTH, RATE, DEPTH = 64, 256, 1.5e-3, 2
+BATCH, LENGTH, RATE, DEPTH = 32, 256, 1.5e-3, 2
 PROMPT, PROMPTS = 400, 4
 _SIZES = {
-    **{"vocab_size": 256, "hidden_size": 512, "intermediate_size": 1536, "num_hidden_layers": 24},
-    **{"num_attention_heads": 8, "num_key_value_heads": 2, "head_dim": 64},
-    **{"linear_num_key_heads": 4, "linear_num_value_heads": 4},
+    **{"vocab_size": 256, "num_hidden_layers": 24, "head_dim": 64},
     **{"linear_key_head_dim": 64, "linear_value_head_dim": 64, "max_position_embeddings": 4096},
     **{"pad_token_id": None, "bos_token_id": None, "eos_token_id": None},
 }
@@ -46,7 +46,7 @@ _SIZES_4B = {"hidden_size": 2560, "intermediate_size": 9216, "num_hidden_layers"
     **{"linear_num_key_heads": 16, "linear_num_value_heads": 32},
     **{"linear_key_head_dim": 128, "linear_value_head_dim": 128, "vocab_size": 152064},
 }
-_QUICK = {"num_hidden_layers": 2, "hidden_size": 128, "intermediate_size": 256}
+_QUICK = {"num_hidden_layers": 2}
 _EACH_FOURTH = ["linear_attention"] * 3 + ["full_attention"]
 KINDS = {"full attention": ["full_attention"] * 4, "hybrid": _EACH_FOURTH}
 _NAMES = {
@@ -56,6 +56,15 @@ _NAMES = {
     "block.model.layers": "mtp.layers",
     "block.model.norm": "mtp.norm",
 }
+
+
+def sizes_of(hidden: int) -> dict[str, Any]:
+    """Those of a model that is trained, with so wide rows."""
+    return _SIZES | {
+        **{"hidden_size": hidden, "intermediate_size": 3 * hidden},
+        **{"num_attention_heads": hidden // 64, "num_key_value_heads": hidden // 256},
+        **{"linear_num_key_heads": hidden // 128, "linear_num_value_heads": hidden // 128},
+    }
 
 
 def text() -> Tensor:
@@ -77,12 +86,14 @@ class Told(Mtp):
         """What comes, int64 [T]."""
         self._told = sequence.tolist()
 
-    def propose(self, most: int) -> list[int]:
-        super().propose(most)
+    def propose(self, most: int) -> Tensor:
+        device = super().propose(most).device
         count = len(self._tokens)
         found = [*self._told[count : count + most], *[0] * most][:most]
         wrong = torch.rand(most, generator=self._draws) >= self._right
-        return [t ^ 1 if w else t for t, w in zip(found, wrong.tolist(), strict=True)]
+        return on_device(
+            [t ^ 1 if w else t for t, w in zip(found, wrong.tolist(), strict=True)], device
+        )
 
 
 def run(run: Run) -> Iterator[Record]:
@@ -90,7 +101,7 @@ def run(run: Run) -> Iterator[Record]:
     ids = text()
     if run.args.told is not None:
         for kind in KINDS:
-            sizes = _SIZES_4B | (_QUICK if run.args.quick else {})
+            sizes = _SIZES | _SIZES_4B | (_QUICK if run.args.quick else {})
             with torch.inference_mode(False), torch.device(run.device.type):
                 model, head = untrained(kind, sizes, run.device.dtype)
             for each in (model, head):
@@ -145,15 +156,16 @@ def train(kind: str, path: Path, ids: Tensor, run: Run) -> None:
     from safetensors.torch import load_file, save_file
 
     device = run.device.type
-    sizes = _SIZES | (_QUICK if run.args.quick else {})
+    sizes = sizes_of(run.args.hidden) | (_QUICK if run.args.quick else {})
+    most = RATE * math.sqrt(512 / run.args.hidden)
     model, head = untrained(kind, sizes, torch.float32)
     model, head = model.to(device).train(), head.to(device).train()
     parameters = list(dict.fromkeys((*model.parameters(), *head.parameters())))
-    optimizer = torch.optim.AdamW(parameters, RATE)
+    optimizer = torch.optim.AdamW(parameters, most, fused=device == "cuda")
     ids, begun, steps, seen = ids.clone().to(device), time.monotonic(), 0, float("nan")
     while (spent := (time.monotonic() - begun) / run.args.train) < 1:
         for group in optimizer.param_groups:
-            group["lr"] = RATE * min(1.0, (steps + 1) / 50, 1.05 - spent)
+            group["lr"] = most * min(1.0, (steps + 1) / 50, 1.05 - spent)
         first = torch.randint(ids.shape[1] - LENGTH, (BATCH, 1), device=device)
         part = ids[0, first + torch.arange(LENGTH, device=device)]
         with torch.autocast(device, torch.bfloat16, enabled=device == "cuda"):

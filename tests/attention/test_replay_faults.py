@@ -86,22 +86,22 @@ def test_an_interrupted_step_leaves_slots_that_are_written_anew(
     pair = recorded(fused("gemma3_text"))
     (step,) = (s for s in pair.steps.kinds() if s.replays)
     with monkeypatch.context() as patched:
+        patched.setattr(step.cache.fixed, "_memory", _Late(step.cache.fixed._memory))
         patched.setattr(torch, "arange", Interrupted(torch.arange, n))
-        patched.setattr(step.cache.fixed, "position", _Late(step.cache.fixed.position))
-        with torch.no_grad(), pytest.raises(KeyboardInterrupt):
-            for _ in range(n):
+        for _ in range(2):  # while they are moved on, then while they are written anew
+            with torch.no_grad(), pytest.raises(KeyboardInterrupt):
                 pair.model(input_ids=ids(1, 1), **with_cache(pair.model, pair.caches[0]))
     assert pair.replays()
 
 
 class _Late:
-    """A position whose write never ends: what is written before must not count."""
+    """Numbers whose move never ends."""
 
-    def __init__(self, position: Tensor) -> None:
-        self.position = position
+    def __init__(self, numbers: Tensor) -> None:
+        self._numbers = numbers
 
-    def fill_(self, value: int) -> None:
-        self.position.fill_(value)
+    def add_(self, shift: int) -> None:
+        self._numbers.add_(shift)
         raise KeyboardInterrupt
 
 

@@ -12,18 +12,21 @@ from drafters import Fixed, Told
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from layer_models import fused, ids, small
-from replay_pair import held
+from replay_pair import held, steps_of
 from test_decoding import Kept
+from test_graphs import Captured
 from torch import Tensor, nn
 from transformers import DynamicCache, StoppingCriteriaList
 
 from torch_metalmm import PackedCache
 from torch_metalmm.hf import answer as hf_answer
+from torch_metalmm.hf import graphs
 from torch_metalmm.hf.answer import Chooser
 from torch_metalmm.hf.caches.hybrid import states_of
 from torch_metalmm.hf.decoding import _Steps, decode, drafter_of
 from torch_metalmm.hf.drafts import Lookup, Pace, SmallModel
 from torch_metalmm.models.cache_argument import cache_of_generate
+from torch_metalmm.testing import emulated
 
 NEW = 30
 SAMPLED = {"do_sample": True, "temperature": 0.9, "top_k": 20}
@@ -110,6 +113,21 @@ def test_tokens_are_those_without_drafts(
         assert cache.get_seq_length() == caches[0].get_seq_length()
         for mine, others in zip(cache.layers, caches[0].layers, strict=True):
             assert all(map(torch.equal, held(mine), held(others)))
+
+
+def test_states_go_back_by_a_graph(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The recurrent ops of the rows that stay, where a device has graphs."""
+    monkeypatch.setitem(graphs.GRAPHS, "cpu", Captured)
+    model, prompt, how = model_of("qwen3_5_text"), ids(1, 9), GREEDY | {"max_new_tokens": 18}
+    with emulated():
+        want, cache = answer(model, prompt, **how), PackedCache(model.config, "f32")
+        for _ in range(2):
+            cache.reset()
+            draft = Told(want[0].tolist(), 4)
+            got = answer(model, prompt, cache, draft=draft, pace=Fixed(7), **how)
+            assert torch.equal(got, want)
+    (backs,) = (kind.backs for kind in steps_of(model).kinds() if kind.backs)
+    assert any(back.graph is not None for back in backs.values())
 
 
 def test_states_of_layers_that_are_not_fused() -> None:

@@ -30,10 +30,12 @@ class Captured:
 
     def __init__(self, run: Callable[[], list[Tensor]], device: torch.device, shown: int) -> None:
         Captured.made += 1
-        self._run = run
+        self._run, self._shown = run, shown
 
     def run(self) -> list[Tensor]:
-        return [t.clone() for t in self._run()]
+        results = self._run()
+        count = len(results) - self._shown
+        return [t.clone() for t in results[:count]] + results[count:]
 
 
 def model_of(dtype: torch.dtype = torch.float32) -> Any:

@@ -13,9 +13,11 @@ from layer_models import ids
 from mtp_models import FAMILIES, folder_with_head, step, trunk
 from replay_pair import steps_of
 from test_drafts import GREEDY, SAMPLED, Fixed, answer
+from test_graphs import Captured
 from transformers import DynamicCache
 
 from torch_metalmm import PackedCache, fuse_, load_mtp, quantize_
+from torch_metalmm.hf import graphs
 from torch_metalmm.hf.drafts import ROWS
 from torch_metalmm.hf.mtp import Mtp
 from torch_metalmm.nn.exact import MOST
@@ -40,9 +42,9 @@ class Seen(Mtp):
         self.model = model
         self.proposals: list[tuple[list[int], list[int]]] = []
 
-    def propose(self, most: int) -> list[int]:
+    def propose(self, most: int) -> torch.Tensor:
         found = super().propose(most)
-        self.proposals.append(([*self._tokens], found))
+        self.proposals.append(([*self._tokens], found.tolist()))
         return found
 
     def check(self) -> None:
@@ -86,6 +88,26 @@ def test_tokens_are_those_without_drafts(
     draft.check()
 
 
+def test_a_proposal_is_one_chain(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """By each number of rows that its first step has, as a graph where there are such."""
+    monkeypatch.setitem(graphs.GRAPHS, "cpu", Captured)
+    model, head = pair("glm4_moe", tmp_path)
+    draft = Seen(model, head)
+    for seed in range(6):
+        prompt = ids(1, 9, seed=seed)
+        got = answer(model, prompt, draft=draft, pace=Resting(seed), **GREEDY)
+        assert torch.equal(got, answer(model, prompt, **GREEDY))
+    draft.check()
+    chains = [
+        (kind.ids.shape[1], count, chain)
+        for kind in steps_of(head).kinds()
+        for count, (_, chain) in kind.chains.items()
+    ]
+    assert {rows for rows, *_ in chains} == set(ROWS)
+    assert {count for _, count, _ in chains} == {3, 7}
+    assert sum(chain.graph is not None for *_, chain in chains) > 2
+
+
 class Resting(Fixed):
     """Drafts, or none for some tokens, of which the head then has any number to read."""
 
@@ -103,13 +125,13 @@ def test_positions_that_are_read_once_more(
     family: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     model, head = pair(family, tmp_path)
-    draft, own, again = Seen(model, head), Mtp._step, list[int]()
+    draft, own, again = Seen(model, head), Mtp._steps, list[int]()
 
     def counted(self: Mtp, *args: Any) -> Any:
-        again.extend(args[3:])
+        again.append(args[3])
         return own(self, *args)
 
-    monkeypatch.setattr(Mtp, "_step", counted)
+    monkeypatch.setattr(Mtp, "_steps", counted)
     for seed in range(3):
         prompt = ids(1, 9 + 20 * seed, seed=seed)
         got = answer(model, prompt, draft=draft, pace=Resting(seed), **GREEDY)
@@ -124,11 +146,11 @@ def test_an_interrupt_while_positions_are_read_once_more(
     at: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     model, head = pair("glm4_moe", tmp_path)
-    draft, own = Seen(model, head), Mtp._step
+    draft, own = Seen(model, head), Mtp._steps
 
     def interrupted(self: Mtp, *args: Any) -> Any:
-        if args[3:] and args[3]:
-            monkeypatch.setattr(Mtp, "_step", own)
+        if args[3]:
+            monkeypatch.setattr(Mtp, "_steps", own)
             if at == "forward":
                 monkeypatch.setattr(head, "forward", raises)
             else:
@@ -149,7 +171,7 @@ def test_an_interrupt_while_positions_are_read_once_more(
         def __getattr__(self, name: str) -> Any:
             return getattr(self._cache, name)
 
-    monkeypatch.setattr(Mtp, "_step", interrupted)
+    monkeypatch.setattr(Mtp, "_steps", interrupted)
     with pytest.raises(KeyboardInterrupt):
         for seed in range(9):
             answer(model, ids(1, 9), draft=draft, pace=Resting(seed), **GREEDY)

@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from transformers.generation import EosTokenCriteria, MaxLengthCriteria
 from transformers.generation import logits_process as of
 
 # Processors that look at the scores alone, not at the tokens before.
@@ -74,6 +75,8 @@ class Chooser:
 
     def _chosen(self, logits: Tensor) -> Token:
         before = self._ids if self._tokens is None else self._tokens.all()
+        if not (self._processors or self._draws):
+            return Token(logits.argmax(-1), None)
         scores: Tensor = self._processors(before, logits.float())
         if not self._draws:
             return Token(scores.argmax(-1), None)
@@ -98,6 +101,13 @@ def _generator_state(device: torch.device, state: Tensor | None = None) -> Tenso
         return state
     found: Tensor = module.get_rng_state(*which)
     return found
+
+
+def on_device(tokens: list[int], device: torch.device) -> Tensor:
+    """int64 [n]; where CUDA has pinned memory the host does not wait for what is queued."""
+    is_pinned = device.type == "cuda"
+    held = torch.tensor(tokens, pin_memory=is_pinned)
+    return held.to(device, non_blocking=is_pinned)
 
 
 class Copied:
@@ -139,6 +149,7 @@ class Answer:
         self._is_open = torch.ones(len(ids), dtype=torch.bool)
         self._opened: Tensor | None = None  # this on the device, once a sequence is over
         self._most = criteria.max_length
+        self._last = _last_tokens(criteria) if len(ids) == 1 else None
         ends = any(hasattr(each, "eos_token_id") for each in criteria)
         pad = getattr(config, "_pad_token_tensor", None)
         self._pad = pad.to(ids.device) if ends and pad is not None else None
@@ -152,6 +163,9 @@ class Answer:
         self._tokens.append(token)
         if self._streamer is not None:
             self._streamer.put(token)
+        if self._last is not None:
+            is_full = self._most is not None and self._tokens.count >= self._most
+            return is_full or int(token) in self._last
         now = self._is_open & ~self._criteria(self._tokens.all(), None)
         if not torch.equal(now, self._is_open):
             self._is_open, self._opened = now, now.to(self._device, non_blocking=True)
@@ -171,6 +185,24 @@ class Answer:
         if self._streamer is not None:
             self._streamer.end()
         return self._tokens.all().to(self._device, copy=True)
+
+
+def _last_tokens(criteria: Any) -> frozenset[int] | None:
+    """Those that end an answer, where nothing but these and its length does: asked without a tensor
+    (1 us for 20 of a token). None: the criteria are to be asked."""
+    found: list[int] = []
+    for each in criteria:
+        if type(each) is EosTokenCriteria:
+            found += each.eos_token_id.tolist()
+        elif type(each) is not MaxLengthCriteria or _warns(each):
+            return None
+    return frozenset(found)
+
+
+def _warns(criterion: Any) -> bool:
+    """Whether a length is allowed of which transformers says that the model was not made for it."""
+    most = criterion.max_position_embeddings
+    return most is not None and criterion.max_length > most
 
 
 class _Growing:

@@ -117,14 +117,14 @@ def decode(
         is_over = True  # where a criterion or the streamer raises, too
         try:
             read = copied.read()
-            drafted = [] if drafts is None else drafts.follow(int(read), answer, queued)
+            drafted = None if drafts is None else drafts.follow(int(read), answer, queued)
             is_over = answer.take(read)
         finally:
             if is_over and queued and not keeps_last:
                 cache.crop(-1)
         if is_over or queued:
             token = None
-        elif drafts is not None and drafted:
+        elif drafts is not None and drafted is not None:
             token = drafts.verify(drafted, steps, chooser, answer)
             is_over = token is None
         else:
@@ -205,10 +205,14 @@ class _Steps:
         self._given = {**kept, "use_cache": True, "return_dict": True}
         self._all_logits = {n: 0 for n in kept}  # of each token of a step
         self._tokens = ids  # of the last step
-        self._before = States(())  # this step, where it may be forgotten
-        self._positions: Tensor | None = given.get("position_ids")
+        self._before = States()  # the last step that may be forgotten
+        self._positions: Tensor | None = given.get("position_ids")  # where they are others
         if self._positions is not None:
             self._positions = self._positions[:, -ids.shape[1] :].expand(len(ids), -1)
+            held = cache.get_seq_length()
+            own = torch.arange(held, held + ids.shape[1], device=ids.device)
+            if bool((self._positions == own).all()):  # those that the model makes itself
+                self._positions = None
         self.logits = self._forward(ids, {})
 
     def _forward(self, ids: Tensor, others: dict[str, Any]) -> Tensor:
@@ -228,8 +232,9 @@ class _Steps:
             more = torch.arange(1, tokens.shape[1] + 1, device=tokens.device)
             self._positions = self._positions[:, -1:] + more
         self._tokens = tokens
-        self._before = States(self._cache.layers if may_forget else ())
-        with noted(self._before.again):
+        if may_forget:
+            self._before.take(self._cache.layers)
+        with noted(self._before.again if may_forget else None):
             self.logits = self._forward(tokens, self._all_logits if tokens.shape[1] > 1 else {})
 
     def forget(self, count: int) -> None:
@@ -266,9 +271,10 @@ class _Drafts:
     def is_resting(self) -> bool:
         return self._idle >= self._REST
 
-    def follow(self, token: int, answer: Answer, queued: bool) -> list[int]:
-        """What is drafted behind the token that a step has brought; none of it would be behind the
-        last token that there is room for. queued: the next step is, already, and has no draft."""
+    def follow(self, token: int, answer: Answer, queued: bool) -> Tensor | None:
+        """What is drafted behind the token that a step has brought, int64 [n]; none of it would be
+        behind the last token that there is room for. queued: the next step is, already, and has no
+        draft."""
         self._timed()
         self._drafter.add(token)
         self._last, self._kind = token, self._drafter.kind()
@@ -278,7 +284,7 @@ class _Drafts:
         self._idle = 0 if most else self._idle + 1
         # What decoding without drafts takes: where a step can be queued, one that was.
         self._rows = 1 if queued or not self._is_late else 0
-        return self._drafter.propose(most) if most and not queued else []
+        return torch.as_tensor(self._drafter.propose(most)) if most and not queued else None
 
     def _timed(self) -> None:
         """Of the step that has ended, whose time is that from one token that is read to another."""
@@ -288,22 +294,25 @@ class _Drafts:
         self._begun, self._rows = now, 0
 
     def verify(
-        self, drafted: list[int], steps: _Steps, chooser: Chooser, answer: Answer
+        self, drafted: Tensor, steps: _Steps, chooser: Chooser, answer: Answer
     ) -> Token | None:
         """One step of the last token and of those: what is chosen behind the right ones, which the
-        answer has taken; None: it is over."""
-        rows = torch.tensor([[self._last, *drafted]], device=steps.logits.device)
+        answer has taken; None: it is over. The host sees them while the device computes the step.
+        """
+        device = steps.logits.device
+        copied = Copied(Token(drafted, None))
+        last = torch.full((1,), self._last, device=device)
         with exact_rows(self._exact):
-            steps.advance(rows, may_forget=True)
-            right, is_over = 0, False
+            steps.advance(torch.cat([last, drafted.to(device)])[None], may_forget=True)
+            expected, right, is_over = copied.read().tolist(), 0, False
             token: Token | None = None
             tokens = chooser.of_rows(steps.logits)
             try:
                 for token in tokens:
-                    if right == len(drafted):
+                    if right == len(expected):
                         break
                     read = Copied(token).read()
-                    if int(read) != drafted[right]:
+                    if int(read) != expected[right]:
                         break
                     self._drafter.add(int(read))
                     is_over = answer.take(read)
@@ -312,12 +321,12 @@ class _Drafts:
                     right += 1
             finally:
                 tokens.close()
-                steps.forget(len(drafted) - right)
-        self._rows = len(rows[0])
+                steps.forget(len(expected) - right)
+        self._rows = 1 + len(expected)
         self._timed()
         if is_over:
             return None
-        self._pace.saw(self._kind, len(drafted), right)
+        self._pace.saw(self._kind, len(expected), right)
         return token
 
 

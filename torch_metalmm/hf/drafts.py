@@ -42,8 +42,9 @@ class Drafter(Protocol):
         """What proposals here have in common with others, by which the share of right ones is
         counted; None: nothing can be proposed."""
 
-    def propose(self, most: int) -> list[int]:
-        """At least one token, up to `most`, where there is a kind."""
+    def propose(self, most: int) -> list[int] | Tensor:
+        """At least one token, up to `most`, where there is a kind. int64 [n] of a device: the host
+        need not wait for what computes them."""
 
 
 @runtime_checkable
@@ -139,7 +140,7 @@ class SmallModel:
     def __init__(self, model: Any) -> None:
         self.model = model
         self._cache: Any = PackedCache(model.config)
-        self._states, self._behind = States(()), 0  # of recurrent layers, behind so many tokens
+        self._states, self._behind = States(), 0  # of recurrent layers, behind so many tokens
         self._tokens: list[int] = []
         self._held: list[int] = []  # those that the cache has rows of
         self._known = 0  # of the held ones that are the text's
@@ -175,7 +176,8 @@ class SmallModel:
                 if len(found) == most:
                     return found
                 if len(found) == 1:
-                    self._states, self._behind = States(self._cache.layers), len(self._held)
+                    self._states.take(self._cache.layers)
+                    self._behind = len(self._held)
                 unread = found[-1:]
 
     def _unread(self) -> list[int]:

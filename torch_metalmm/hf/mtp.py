@@ -11,6 +11,7 @@ from torch import Tensor
 from ..models.mtp import MtpHead
 from ..nn.exact import MOST, exact_rows
 from ..nn.hidden import LastHidden, last_hidden
+from .answer import on_device
 from .cache import PackedCache
 from .drafts import EXPECTED, ROWS, agreeing
 from .replay import Replayed, replayed
@@ -25,7 +26,7 @@ class Mtp:
         """cache: an empty one for the head's layer; None: a PackedCache in the model's dtype."""
         if replayed(head.block) is not None and replayed(head) is None:
             Replayed(head).attach()
-        self.head, self._g = head, last_hidden(head) or LastHidden(head)
+        self.head = head
         self._cache = PackedCache(head.block.config) if cache is None else cache
         self.hidden = last_hidden(model) or LastHidden(model)
         self._tokens: list[int] = []
@@ -93,20 +94,14 @@ class Mtp:
             self._read_on(min(left - 1, most))
         return False
 
-    def propose(self, most: int) -> list[int]:
+    def propose(self, most: int) -> Tensor:
         with torch.inference_mode():
             self._cut(self._read)
-            end = len(self._tokens) - 1
-            token, g = self._read_on(end - self._read)
-            found = [token]
-            for i in range(1, most):
-                token, g = self._step(token, g, end + i)
-                found.append(token)
-            likeliest: list[int] = torch.cat(found, 1)[0].tolist()
-        return likeliest
+            return self._read_on(len(self._tokens) - 1 - self._read, most)[0]
 
-    def _read_on(self, count: int) -> tuple[Tensor, Tensor]:
-        """The next so many positions of the text, by the model's rows; as _step.
+    def _read_on(self, count: int, most: int = 1) -> Tensor:
+        """The next so many positions of the text, by the model's rows: `most` likeliest tokens
+        [1, most] behind them, which follow each other.
 
         In steps of as many as the model's are of, with some positions once more: each kind is
         recorded, and its kernels are compiled. A prompt is one.
@@ -119,30 +114,45 @@ class Mtp:
             again = next(m for m in ROWS if m >= count) - count
             again = again if again <= self._before else 0
         begin, own = self._read - again, rows[:, self._before - again :]
-        given = torch.tensor([self._tokens[begin + 1 :][: again + count]], device=rows.device)
-        found = self._step(given, own[:, : again + count], begin + 1, again)
+        given = on_device(self._tokens[begin + 1 : begin + 1 + again + count], rows.device)[None]
+        at = torch.arange(begin + 1, begin + 1 + len(given[0]), device=given.device)[None]
+        found = self._steps(given, at, own[:, : again + count], again, most)
         self._read += count
         end = self._before + count
         self._before = min(end, MOST)
         self._rows = [rows[:, end - self._before :]]
         return found
 
-    def _step(
-        self, given: Tensor, hidden: Tensor, begin: int, again: int = 0
-    ) -> tuple[Tensor, Tensor]:
-        """(the likeliest token [1, 1], what stands in for the model's row) behind tokens [1, n]
-        from a position on, each with the row before it; the first `again` are read once more."""
-        at = torch.arange(begin, begin + given.shape[1], device=given.device)[None]
-        self.head.given.take(hidden)
+    def _steps(self, tokens: Tensor, at: Tensor, rows: Tensor, again: int, most: int) -> Tensor:
+        """A step of tokens [1, n] at these positions, each with the row before it, the first
+        `again` once more; then one of each likeliest token, until there are `most`."""
+        given, steps, found = self.head.given, replayed(self.head), None
+        first = {"input_ids": tokens, "position_ids": at, "cache": self._cache}
         try:
             if again:
                 self._cache.crop(-again)
-            with exact_rows(given.shape[1] <= MOST):  # by the fewest ops
-                logits = self.head(input_ids=given, position_ids=at, cache=self._cache).logits
+            with exact_rows(tokens.shape[1] <= MOST):  # by the fewest ops
+                if most > 1 and steps is not None and given.left() is not None:
+                    given.take(rows)
+                    found = steps.chained(first, self._next(), most, self._likeliest)
+                if found is None:
+                    given.take(rows)
+                    self.head(**first)
+                    found = self._likeliest()
+                    while found.shape[1] < most:
+                        self.head(**self._next())
+                        found = torch.cat([found, self._likeliest()], 1)
         except BaseException:  # within the layer, whose rows may be half there
             self._cache.reset()
             self._first = self._read = self._known = len(self._tokens) - 1
             self._forget()
             raise
-        assert self._g.rows is not None  # of the head's step
-        return logits[:, -1].argmax(-1, keepdim=True), self._g.rows[:, -1:]
+        return found
+
+    def _next(self) -> dict[str, Any]:
+        """The arguments of the step behind the last one."""
+        token, position = self.head.given.left()  # type: ignore[misc]
+        return {"input_ids": token, "position_ids": position, "cache": self._cache}
+
+    def _likeliest(self) -> Tensor:
+        return self.head.given.left()[0].clone()  # type: ignore[index]

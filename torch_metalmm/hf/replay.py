@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import inspect
 from collections import Counter, OrderedDict
+from collections.abc import Callable
 from contextvars import ContextVar
 from operator import ne
 from typing import Any
@@ -56,9 +57,8 @@ class _Step:
     def __init__(self, cache: Any, ids: Tensor, positions: Tensor | None) -> None:
         self.native = torch.classes.metalmm.Step()
         self.cache = _KINDS[type(cache)](cache, ids.shape[1], ids.device)
-        with torch.inference_mode(False):
-            self.ids = torch.empty_like(ids)
-            self.positions = None if positions is None else torch.empty_like(positions)
+        self.ids = _staying(ids)
+        self.positions = None if positions is None else _staying(positions)
         self.recorded = self.replays = self.tries = self.differences = 0
         self.place: Any = None
         self.why = ""
@@ -66,6 +66,9 @@ class _Step:
         self.output: _Output | None = None  # of what the model returns
         self.hidden: LastHidden | None = None  # whose rows the list gives, too
         self.again: Again | None = None  # its recurrent ops, with the list's tensors
+        self.backs: dict[int, Runs] = {}  # these for so many rows
+        # By the steps in a chain that begins with this one: (the others, the chain).
+        self.chains: dict[int, tuple[_Step, Runs]] = {}
         self.run: Runs | None = None
         self.addresses: list[tuple[Tensor, int]] = []  # that code of Python has read
 
@@ -73,15 +76,38 @@ class _Step:
         """Whether what was recorded, or found to be no list, is what the model would compute."""
         if self.model is None or not self.model.same():
             return False
-        if any(t.data_ptr() != address for t, address in self.addresses):
+        if self.addresses and any(t.data_ptr() != place for t, place in self.addresses):
             return False
         return self.run is None or bool(self.native.holds())
 
     def fill(self, cache: Any, ids: Tensor, positions: Tensor | None) -> None:
-        self.ids.copy_(ids)
-        if self.positions is not None:
+        if ids is not self.ids:
+            self.ids.copy_(ids)
+        if self.positions is not None and positions is not self.positions:
             self.positions.copy_(positions)  # type: ignore[arg-type]
         self.cache.fill(cache)
+
+    def note(self, noting: Again, shown: list[Tensor]) -> None:
+        """Let it have the step's recurrent ops, with what the list has computed for them."""
+        again = self.again.of(shown)  # type: ignore[union-attr]
+        if again is not self.again:
+            self.again, self.backs = again, {}
+        noting.calls, noting.whole = again.calls, self._go_back
+
+    def _go_back(self, count: int) -> None:
+        """The recurrent ops for the first `count` rows alone."""
+        if count not in self.backs:
+            device, run = self.ids.device, self.again.run  # type: ignore[union-attr]
+            self.backs[count] = Runs(lambda: run(count) or [], device, 0)
+        self.backs[count]()
+
+
+def _staying(values: Tensor) -> Tensor:
+    """Memory for such values; their own where a caller has said that it stays."""
+    if getattr(values, "stays", False):
+        return values
+    with torch.inference_mode(False):
+        return torch.empty_like(values)
 
 
 class _Recorded(TorchFunctionMode):
@@ -182,6 +208,52 @@ class Replayed(StandIn):
             return self._record(step, cache, kwargs)
         return self._replay(step, cache)
 
+    def chained(
+        self, first: dict[str, Any], then: dict[str, Any], count: int, seen: Callable[[], Tensor]
+    ) -> Tensor | None:
+        """`count` steps as one: one of the arguments `first`, then some of `then`, which are memory
+        that each step writes for the next; what `seen` gives, [1, 1], behind each. None, before any
+        step: they are not all recorded, or without room.
+
+        What fails within leaves the cache with rows of some of the steps.
+        """
+        try:
+            cache, begin = self._filled((), first)
+            if begin.recorded < 2:
+                return None
+            begin.cache.done(cache)
+            try:
+                _, step = self._filled((), then)
+                is_ready = step.recorded == 2 and step.cache.has_room(count - 1)
+            except Refused:
+                is_ready = False
+            if not is_ready:
+                cache.crop(-begin.ids.shape[1])
+                return None
+        except Refused:
+            return None
+        if begin.chains.get(count, (None,))[0] is not step:
+
+            def run() -> list[Tensor]:
+                begin.native.run()
+                found = [seen()]
+                for i in range(1, count):
+                    if i > 1:
+                        step.cache.fixed.advance()
+                    step.native.run()
+                    found.append(seen())
+                return [torch.cat(found, 1)]
+
+            begin.chains[count] = step, Runs(run, step.ids.device, 0)
+        with step.cache.fixed.advanced(count - 2):
+            (found,) = begin.chains[count][1]()
+        for each in (begin, *[step] * (count - 1)):
+            each.replays += 1
+            self.replays += 1
+            if each is step:
+                step.cache.done(cache)
+        return found
+
     def _filled(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, _Step]:
         """(the cache, what its step is recorded or replayed by, with the values of this call)."""
         cache, key, ids, positions, mask = _of_call(args, kwargs)
@@ -263,7 +335,7 @@ class Replayed(StandIn):
         if step.hidden is not None:
             step.hidden.rows = others.pop(0)
         if step.again is not None and (noting := who_notes()) is not None:
-            noting.calls = step.again.of(others).calls
+            step.note(noting, others)
         step.cache.done(cache)
         step.replays += 1
         self.replays, self.why = self.replays + 1, ""
@@ -301,6 +373,7 @@ def _of_call(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any, T
     if not isinstance(mask, Tensor | None):
         raise Refused("an attention_mask for each kind of layer")
     place = None if positions is None else (*positions.shape, positions.dtype)
+    place = place, getattr(ids, "stays", False)
     mode = torch.is_inference_mode_enabled(), is_exact() and ids.shape[1] > 1, bool(who_notes())
     key = (*ids.shape, ids.dtype, ids.device, place, *others, *mode)
     return cache, (kind.key(cache), key), ids, positions, mask

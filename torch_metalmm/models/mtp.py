@@ -33,25 +33,43 @@ class Logits(OrderedDict[str, Any]):
 
 
 class Given:
-    """The model's rows that a head reads: few of them in memory that stays, by which a step of the
-    head can be replayed."""
-
-    __slots__ = ("_memory", "rows")
+    """What a head's step reads, in memory that stays, by which the step can be replayed: the
+    model's rows of up to MOST tokens, and all of a step of one token behind the last one."""
 
     def __init__(self) -> None:
         self._memory: dict[Any, Tensor] = {}
         self.rows = torch.empty(0)
+        self._next: tuple[Tensor, Tensor] | None = None
 
     def take(self, rows: Tensor) -> None:
         if rows.shape[1] <= MOST:
-            key = rows.shape, rows.dtype, rows.device
-            if key not in self._memory:
-                with torch.inference_mode(False):
-                    self._memory[key] = torch.empty(
-                        rows.shape, dtype=rows.dtype, device=rows.device
-                    )
-            rows = self._memory[key].copy_(rows)
+            rows = self._memory_of(rows).copy_(rows)
         self.rows = rows
+
+    def _memory_of(self, rows: Tensor) -> Tensor:
+        key = rows.shape, rows.dtype, rows.device
+        if key not in self._memory:
+            with torch.inference_mode(False):
+                self._memory[key] = torch.empty(rows.shape, dtype=rows.dtype, device=rows.device)
+        return self._memory[key]
+
+    def leave(self, token: Tensor, position: Tensor, row: Tensor) -> None:
+        """The step behind this one may be of the token [1, 1], with the row [1, 1, hidden_size]."""
+        if self._next is None or self._next[0].device != token.device:
+            with torch.inference_mode(False):
+                self._next = torch.empty_like(token), torch.empty_like(position)
+            for each in self._next:
+                each.stays = True  # type: ignore[attr-defined]
+        self._row = self._memory_of(row).copy_(row)
+        self._next[0].copy_(token)
+        self._next[1].copy_(position)
+
+    def left(self) -> tuple[Tensor, Tensor] | None:
+        """(the token [1, 1], its position [1, 1]) that the last step has left, with its row given.
+        The next step writes others there. None: there was no step."""
+        if self._next is not None:
+            self.rows = self._row
+        return self._next
 
 
 def check_own(head: object, model: Any) -> None:
@@ -92,9 +110,11 @@ class MtpHead(nn.Module):
 
     def forward(self, input_ids: Tensor, position_ids: Tensor, cache: Any) -> Logits:
         """Behind the last of the tokens [1, n], each of which follows the position of one of the
-        given rows [1, n, hidden_size]. The decoder gives what stands in for the next row."""
+        given rows [1, n, hidden_size]. What comes next by them is given then."""
         embedded, decoder = self.block.get_input_embeddings()(input_ids), self.get_decoder()
         rows = torch.cat([self.enorm(embedded), self.hnorm(self.given.rows)], -1)
         own = {"position_ids": position_ids, "use_cache": True, **with_cache(decoder, cache)}
         g = decoder(inputs_embeds=self.eh_proj(rows), **own)[0][:, -1:]
-        return Logits(logits=self.block.get_output_embeddings()(g), cache=cache)
+        logits = self.block.get_output_embeddings()(g)
+        self.given.leave(logits.argmax(-1), position_ids[:, -1:] + 1, g)
+        return Logits(logits=logits, cache=cache)

@@ -11,25 +11,35 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from operator import is_
 from typing import Any
 
 import torch
 from torch import Tensor
 
+ALL = slice(None)
+
 
 class Again:
-    """The calls of recurrent ops in one step."""
+    """The calls of recurrent ops in one step.
+
+    whole: runs them for the first rows of all sequences, if somebody does that faster.
+    """
 
     def __init__(self) -> None:
         self.calls: list[tuple[Callable[..., Any], tuple[Tensor, ...], Tensor]] = []
+        self.whole: Callable[[int], None] | None = None
 
     def moves(self, states: Sequence[Tensor]) -> bool:
         """Whether calls that are known have moved all of the states."""
         moved = {id(state) for *_, state in self.calls}
         return bool(self.calls) and all(id(state) in moved for state in states)
 
-    def run(self, count: int, texts: slice) -> None:
+    def run(self, count: int, texts: slice = ALL) -> None:
         """For the first `count` rows of these sequences of the step."""
+        if texts == ALL and self.whole is not None:
+            self.whole(count)
+            return
         for call, rows, state in self.calls:
             call(state[texts], *(t[texts, :count] for t in rows))
 
@@ -39,6 +49,8 @@ class Again:
 
     def of(self, shown: Sequence[Tensor]) -> Again:
         """The calls of a replayed step, which has these."""
+        if all(map(is_, shown, self.shown())):
+            return self
         found, given = Again(), iter(shown)
         for call, rows, state in self.calls:
             found.calls.append((call, tuple(next(given) for _ in rows), state))

@@ -204,9 +204,9 @@ def test_the_model_s_own_head(
     head, plain = load_mtp(model, path), Plain(loaded)
     proposed, propose = dict[tuple[int, ...], int](), Mtp.propose
 
-    def noted(self: Mtp, most: int) -> list[int]:
+    def noted(self: Mtp, most: int) -> torch.Tensor:
         found = propose(self, most)
-        proposed[tuple(self._tokens)] = found[0]
+        proposed[tuple(self._tokens)] = int(found[0])
         return found
 
     read, read_on = list[int](), Mtp._read_on

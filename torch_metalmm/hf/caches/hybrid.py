@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from operator import is_
 from typing import Any
 
 import torch
 from torch import Tensor
 from transformers.cache_utils import LinearAttentionLayer
 
-from ...nn.again import Again
+from ...nn.again import ALL, Again
 from .layers import PackedLayer
+from .rows import lasting
 
 
 def _of_both(name: str) -> Any:
@@ -68,31 +70,49 @@ def crop_rows(layers: Iterable[Any], count: int) -> None:
             PackedLayer.crop(layer, -count)
 
 
-_ALL = slice(None)
-
-
 class States:
     """What recurrent layers hold before a step, to go back to: no row can be taken from a state.
 
     again: what notes the step's recurrent ops (nn.again.noted); None: no layer is recurrent.
     """
 
-    def __init__(self, layers: Iterable[Any]) -> None:
-        self._kept = [(state, state.clone()) for state in states_of(layers)]
-        self.again = Again() if self._kept else None
+    def __init__(self, layers: Iterable[Any] = ()) -> None:
+        self._states: list[Tensor] = []
+        # Of each dtype (the states, their values): a GPU copies such in few launches.
+        self._kept: list[tuple[list[Tensor], list[Tensor]]] = []
+        self.take(layers)
 
-    def restore(self, texts: slice = _ALL) -> None:
+    def take(self, layers: Iterable[Any]) -> None:
+        """What they hold now, in the memory of what they held before."""
+        states = states_of(layers)
+        if len(states) == len(self._states) and all(map(is_, states, self._states)):
+            for held, values in self._kept:
+                torch._foreach_copy_(values, held)
+        else:
+            by_dtype: dict[torch.dtype, list[Tensor]] = {}
+            for state in states:
+                by_dtype.setdefault(state.dtype, []).append(state)
+            self._states = states
+            with lasting():
+                self._kept = [(held, [s.clone() for s in held]) for held in by_dtype.values()]
+        self.again = Again() if states else None
+
+    def restore(self, texts: slice = ALL) -> None:
         """Of these sequences of the step."""
-        for state, values in self._kept:
-            state[texts].copy_(values[texts])
+        for held, values in self._kept:
+            if texts == ALL:
+                torch._foreach_copy_(held, values)
+            else:
+                for state, value in zip(held, values, strict=True):
+                    state[texts].copy_(value[texts])
 
-    def go_back(self, count: int, texts: slice = _ALL) -> bool:
+    def go_back(self, count: int, texts: slice = ALL) -> bool:
         """Of these sequences, to the states behind the first `count` rows of the step; False: to
         those before it, as not all ops that moved them are known."""
         self.restore(texts)
         if self.again is None:
             return True
-        if not self.again.moves([state for state, _ in self._kept]):
+        if not self.again.moves(self._states):
             return False
         with torch.inference_mode():
             self.again.run(count, texts)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -87,11 +87,15 @@ class Fixed:
 
     def __init__(self, count: int, device: torch.device, windows: Iterable[int]) -> None:
         self.count, self.device = count, device
+        names = [*windows]
         with lasting():
-            self.position = torch.zeros((), dtype=torch.int64, device=device)
-            self._slots = {w: torch.arange(count + 1, device=device) for w in windows}
+            numbers = torch.arange(count + 1, device=device).repeat(len(names))
+            self._memory = torch.cat([numbers[:1], numbers])
+            self.position, *slots = self._memory.split([1, *[count + 1] * len(names)])
+        self.position = self.position[0]
+        self._slots = dict(zip(names, slots, strict=True))
         # What the tensors hold; -1 while they are written.
-        self.first, self.ends = 0, dict.fromkeys(self._slots, 0)
+        self.first, self.ends = 0, dict.fromkeys(names, 0)
 
     def of(self, key: Any, window: int) -> tuple[Tensor, Tensor] | None:
         """Those of layers of this window, where Slots.of is asked for them."""
@@ -102,15 +106,30 @@ class Fixed:
 
     def fill(self, position: int, ends: dict[int, int]) -> None:
         """The rows begin at this position, and in these slots of the layers of each window."""
-        for window, end in ends.items():
-            if end != self.ends[window]:
-                self.ends[window] = -1
-                torch.arange(end, end + self.count + 1, out=self._slots[window])
-                self.ends[window] = end
-        if position != self.first:
-            self.first = -1
+        shift, first = position - self.first, self.first
+        moves = [end - self.ends[window] for window, end in ends.items()]
+        if not shift and not any(moves):
+            return
+        self.first = -1
+        if first >= 0 and all(move == shift for move in moves):
+            self._memory.add_(shift)  # one launch for all
+        else:
             self.position.fill_(position)
-            self.first = position
+            for window, end in ends.items():
+                torch.arange(end, end + self.count + 1, out=self._slots[window])
+        self.first, self.ends = position, dict(ends)
+
+    def advance(self) -> None:
+        """On the device alone: to the rows of the next step."""
+        self._memory.add_(self.count)
+
+    @contextmanager
+    def advanced(self, steps: int) -> Iterator[None]:
+        """Inside, the tensors advance by so many steps."""
+        first, self.first = self.first, -1
+        yield
+        rows = steps * self.count
+        self.first, self.ends = first + rows, {w: end + rows for w, end in self.ends.items()}
 
 
 class PackedRows:

@@ -113,7 +113,7 @@ class Guessing:
             if isinstance(drafter, Reads) and not drafter.catch_up(CHUNK):
                 self._is_timed = False  # a part of the text was read
                 return []
-            return drafter.propose(count)
+            return torch.as_tensor(drafter.propose(count)).tolist()
         except Exception as error:
             self._is_timed = False
             self._lose(text, error)
