@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -330,6 +331,18 @@ def drafted_by_chance(right: float, times: dict[int, float]) -> tuple[list[int],
         return [*(torch.rand(count, generator=draw) < right).tolist(), False].index(False)
 
     return drafted(hits, lambda i, m: times[m])
+
+
+def test_first_steps_say_nothing_of_later_ones() -> None:
+    """Those that are recorded, of each number of rows."""
+    model, prompt, pace = model_of(), ids(1, 9), Fixed(3)
+    want = answer(model, prompt, **GREEDY)
+    answer(model, prompt, draft=Told(want[0].tolist(), 5), pace=pace, **GREEDY)
+    assert pace.firsts == sum(min(count, 2) for count in Counter(pace.rows).values()) < NEW / 3
+    timed = Pace()
+    for seconds, is_first in ((9.0, True), (1.0, False), (9.0, True), (1.0, False), (9.0, True)):
+        timed.took(4, seconds, is_first)
+    assert timed._seconds(4) == 1.0
 
 
 @pytest.mark.quick

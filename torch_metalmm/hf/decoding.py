@@ -26,6 +26,7 @@ from .cache import PackedCache
 from .caches.hybrid import States, crop_rows
 from .caches.layers import PackedLayer
 from .drafts import EXPECTED, Drafter, Lookup, Pace, Sees, SmallModel
+from .graphs import firsts
 from .mtp import Mtp
 
 # Modes of generate() that choose one token of each sequence, and those of several.
@@ -265,6 +266,7 @@ class _Drafts:
         self._last, self._idle = 0, 0
         self._kind: Hashable | None = None
         self._rows, self._begun = 0, 0.0  # of the step that is under way; 0: none is timed
+        self._firsts = 0
         self.sees = drafter if isinstance(drafter, Sees) else None
         drafter.begin(ids[0].tolist())
 
@@ -290,8 +292,8 @@ class _Drafts:
         """Of the step that has ended, whose time is that from one token that is read to another."""
         now = time.perf_counter()
         if self._rows:
-            self._pace.took(self._rows, now - self._begun)
-        self._begun, self._rows = now, 0
+            self._pace.took(self._rows, now - self._begun, firsts.count > self._firsts)
+        self._begun, self._rows, self._firsts = now, 0, firsts.count
 
     def verify(
         self, drafted: Tensor, steps: _Steps, chooser: Chooser, answer: Answer

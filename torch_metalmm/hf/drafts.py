@@ -219,18 +219,18 @@ class SmallModel:
 
 
 class Times:
-    """How long takes what is done again and again: the median of the last times, once what comes
-    first (steps that are recorded, replayed first, or captured) is over."""
+    """How long takes what is done again and again: the median of the last times, but for those of
+    steps that are recorded, replayed first, or captured, and one more."""
 
-    _UNTIMED, _TIMED = 5, 9
+    _UNTIMED, _TIMED = 1, 9
 
     def __init__(self) -> None:
         self._count = 0
         self._last: deque[float] = deque(maxlen=self._TIMED)
 
-    def add(self, seconds: float) -> None:
-        self._count += 1
-        if self._count > self._UNTIMED:
+    def add(self, seconds: float, is_first: bool) -> None:
+        self._count += not is_first
+        if self._count > self._UNTIMED and not is_first:
             self._last.append(seconds)
 
     def known(self, least: int = 1) -> float:
@@ -296,9 +296,10 @@ class Pace:
         near = next(m for m in range(rows, 0, -1) if self._seconds(m))
         return self._seconds(near) * (1 + self._ROW * (rows - near))
 
-    def took(self, rows: int, seconds: float) -> None:
-        """A step of so many rows, with its draft, took that."""
-        self._steps.setdefault(rows, Times()).add(seconds)
+    def took(self, rows: int, seconds: float, is_first: bool = False) -> None:
+        """A step of so many rows, with its draft, took that; a first one (graphs.firsts) longer
+        than later ones will."""
+        self._steps.setdefault(rows, Times()).add(seconds, is_first)
 
     def saw(self, kind: Hashable, drafted: int, accepted: int) -> None:
         """So many of the drafted tokens were right; the one behind them was not."""

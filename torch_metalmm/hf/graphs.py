@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable
 from typing import Any
 
@@ -12,6 +13,16 @@ from torch.utils._pytree import tree_leaves
 
 _OF_VALUES = {torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape}
 AFTER = 2  # runs of a list, with which allocators and libraries are warm
+
+
+class Firsts(threading.local):
+    """count: what this thread has recorded, run before its graph, or captured: each takes longer
+    than it will from then on."""
+
+    count = 0
+
+
+firsts = Firsts()
 
 
 class CudaGraph:
@@ -79,8 +90,11 @@ class Runs:
     def __call__(self) -> list[Tensor]:
         if self.graph is not None:
             return self.graph.run()
+        if self._kind is None:
+            return self._run()
+        firsts.count += 1
         self._count += 1
-        if self._kind is None or self._count < AFTER:
+        if self._count < AFTER:
             return self._run()
         if self._count == AFTER:
             with _Looks(self._device) as looks:

@@ -35,7 +35,7 @@ from .cache import PackedCache
 from .caches.layers import Unrecorded
 from .caches.paged import PagedCache
 from .caches.recorded import PackedStep, PagedStep
-from .graphs import Runs
+from .graphs import Runs, firsts
 from .unchanged import Unchanged
 
 _KINDS: dict[type, Any] = {PackedCache: PackedStep, PagedCache: PagedStep}
@@ -295,6 +295,7 @@ class Replayed(StandIn):
 
     def _record(self, step: _Step, cache: Any, kwargs: dict[str, Any]) -> Any:
         """The model's own forward, recorded."""
+        firsts.count += 1
         given = {**kwargs, "input_ids": step.ids}
         given.pop("attention_mask", None)
         if step.positions is not None:

@@ -47,11 +47,12 @@ class Fixed(Pace):
 
     def __init__(self, most: int) -> None:
         super().__init__()
-        self.most, self.rows = most, list[int]()
+        self.most, self.rows, self.firsts = most, list[int](), 0
 
     def count(self, kind: Hashable, most: int = 7) -> int:
         self._p(kind)
         return max(m - 1 for m in ROWS if m <= min(self.most, most) + 1)
 
-    def took(self, rows: int, seconds: float) -> None:
+    def took(self, rows: int, seconds: float, is_first: bool = False) -> None:
         self.rows.append(rows)
+        self.firsts += is_first

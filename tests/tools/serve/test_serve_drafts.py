@@ -211,9 +211,9 @@ def test_the_model_s_own_head(
 
     read, read_on = list[int](), Mtp._read_on
 
-    def counted(self: Mtp, count: int) -> Any:
+    def counted(self: Mtp, count: int, most: int = 1) -> Any:
         read.append(count)
-        return read_on(self, count)
+        return read_on(self, count, most)
 
     monkeypatch.setattr(Mtp, "propose", noted)
     for job in jobs([[]] * 5)[::3]:  # the greedy ones

@@ -10,6 +10,7 @@ from typing import Protocol
 import torch
 
 from ...hf.drafts import Drafter, Pace, Reads, Sees
+from ...hf.graphs import firsts
 from ..sequence import CHUNK
 
 _LOG = logging.getLogger(__name__)
@@ -40,7 +41,7 @@ class Guessing:
         self._paces = defaultdict[int, Pace](pace)
         self._kinds: dict[Drafter, tuple[Pace, Hashable]] = {}  # of what was drafted last
         self._sees = next((each for _, each in self._idle if isinstance(each, Sees)), None)
-        self._is_timed = False  # the step that is under way
+        self._is_timed, self._firsts = False, 0  # the step that is under way
 
     # ---- drafters
 
@@ -91,7 +92,7 @@ class Guessing:
 
     def guesses(self, texts: Sequence[Drafted], most: int) -> list[list[int]]:
         """What follows each text, at most so many tokens: of none where one has no draft."""
-        self._is_timed = True
+        self._is_timed, self._firsts = True, firsts.count
         none: list[list[int]] = [[] for _ in texts]
         pace, count = self._paces[len(texts)], most
         for text in texts:
@@ -122,7 +123,7 @@ class Guessing:
     def took(self, texts: int, rows: int, seconds: float) -> None:
         """A step of so many rows of each text, with its drafts, took that."""
         if self._is_timed:
-            self._paces[texts].took(rows, seconds)
+            self._paces[texts].took(rows, seconds, firsts.count > self._firsts)
         self._is_timed = False
 
     def saw(self, text: Drafted, drafted: int, right: int) -> None:
