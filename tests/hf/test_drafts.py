@@ -340,8 +340,9 @@ def test_first_steps_say_nothing_of_later_ones() -> None:
     answer(model, prompt, draft=Told(want[0].tolist(), 5), pace=pace, **GREEDY)
     assert pace.firsts == sum(min(count, 2) for count in Counter(pace.rows).values()) < NEW / 3
     timed = Pace()
-    for seconds, is_first in ((9.0, True), (1.0, False), (9.0, True), (1.0, False), (9.0, True)):
-        timed.took(4, seconds, is_first)
+    for _ in range(9):
+        timed.took(4, 9.0, is_first=True)
+        timed.took(4, 1.0)
     assert timed._seconds(4) == 1.0
 
 

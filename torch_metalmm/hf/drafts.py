@@ -220,9 +220,9 @@ class SmallModel:
 
 class Times:
     """How long takes what is done again and again: the median of the last times, but for those of
-    steps that are recorded, replayed first, or captured, and one more."""
+    steps that are recorded, replayed first, or captured, and of two more."""
 
-    _UNTIMED, _TIMED = 1, 9
+    _UNTIMED, _TIMED = 2, 9
 
     def __init__(self) -> None:
         self._count = 0
@@ -233,7 +233,7 @@ class Times:
         if self._count > self._UNTIMED and not is_first:
             self._last.append(seconds)
 
-    def known(self, least: int = 1) -> float:
+    def known(self, least: int) -> float:
         """0: of fewer than so many times."""
         return median(self._last) if len(self._last) >= least else 0.0
 
@@ -251,7 +251,7 @@ class Pace:
     _HOPED = 0.4  # at the weight of two tries
     _DECAY, _DRIFT = 0.93, 0.005
     _ROW = 0.15  # of a step's time for a row more, until such a step has been timed
-    _LEAST = 4  # steps of one row that are timed before the first draft
+    _LEAST = 3  # steps of a number of rows that are timed before it is known what they take
     _MANY, _WITHOUT = 60, 6
 
     def __init__(self) -> None:
@@ -263,7 +263,7 @@ class Pace:
 
     def count(self, kind: Hashable, most: int = MOST) -> int:
         """Tokens to draft of this kind, at most so many."""
-        if not self._seconds(1, self._LEAST):
+        if not self._seconds(1):
             return 0
         if self._without:
             self._without -= 1
@@ -287,9 +287,9 @@ class Pace:
     def _hoped(self) -> float:
         return max(self._HOPED, self.accepted / max(1, self._tries))
 
-    def _seconds(self, rows: int, least: int = 1) -> float:
-        """Of a step of so many rows and its draft, as far as timed so often; else 0."""
-        return self._steps[rows].known(least) if rows in self._steps else 0.0
+    def _seconds(self, rows: int) -> float:
+        """Of a step of so many rows and its draft; 0: not known."""
+        return self._steps[rows].known(self._LEAST) if rows in self._steps else 0.0
 
     def _of(self, rows: int) -> float:
         """The same, also before such a step has been timed."""
