@@ -27,9 +27,15 @@ class MergedLinear(Activations, nn.Module):
     """Linear layers of one input as one: their rows in one weight, uint8 [sum of N, row_bytes].
 
     The layers stay in the model as LinearParts, which own nothing and compute alone where the
-    model calls them; a fused layer calls this module, for all at once.
+    model calls them; a fused layer reads the tensors of this module, for all at once.
 
     state_dict has the layers' own names and nothing of this module.
+
+    Rejected: QuantLinears whose weights are views behind each other, read as one by as_strided.
+    `.to()`, deepcopy and load_state_dict(assign=True) lay them apart. A step can look where they
+    lie, 1.2 us a layer; a compiled graph cannot: inductor's read what lay behind an assigned
+    weight, without an error. Three products take 1.07 times as long a token, compiled 1.08
+    (SmolLM2's sizes, q8_0, one thread).
     """
 
     weight: Tensor
@@ -91,11 +97,6 @@ class MergedLinear(Activations, nn.Module):
         if bias is not None:
             layer.bias = nn.Parameter(bias.detach(), requires_grad=False)
         return layer
-
-    def forward(self, x: Tensor) -> Tensor:
-        """All outputs side by side: y[..., sum of N]."""
-        kind = of_call(self._activations, x)
-        return _linear(x, self.weight, self.bias, self.format, **kind)
 
     def _save_to_state_dict(self, *args: Any) -> None:
         pass  # the parts save
