@@ -45,7 +45,7 @@ def recorded() -> dict[str, list[Tensor]]:
 
 
 def expected(one: Case, chain: float) -> Value:
-    """A matmul or one half of a SwiGLU; a term takes chain * K roundings."""
+    """A matmul or one half of a gated MLP; a term takes chain * K roundings."""
     strategy, dtype = strategy_of(one.kernel), one.x[0].dtype
     k = round(chain * one.x[0].shape[-1])
     x = Value.of(one.x[0])

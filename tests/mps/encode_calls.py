@@ -66,7 +66,7 @@ def swiglu(name: str, dtype: torch.dtype) -> Call:
 
 
 def swiglu_rows(name: str, dtype: torch.dtype) -> Call:
-    """SwiGLU of many rows: gate and up in f32, by the kernels of x's dtype, then act_mul."""
+    """A gated MLP of many rows: gate and up in f32, by the kernels of x's dtype, then act_mul."""
     x, gate, up = rows(3, K, dtype), packed(name), packed(name)
     run = lambda: ops.swiglu(x, gate, up, name, name)  # noqa: E731
     problem = {"m": 3, "n": N, "k": K, "format": name, "y_f32": True, **strides(x, gate)}

@@ -1,4 +1,4 @@
-"""The modules that fuse_ puts in place of others: linear layers of one input, and SwiGLU MLPs."""
+"""The modules that fuse_ puts in place of others: linear layers of one input, and gated MLPs."""
 
 from __future__ import annotations
 
@@ -218,7 +218,7 @@ class GatedMLP:
         return gate_weight, up_weight
 
 
-class SwiGLU(nn.Module):
+class FusedMLP(nn.Module):
     """An MLP down(act(gate(x)) * up(x)) whose gate and up are computed by one op.
 
     Stands in for `gated.module` and shares its children, under their names, which may be any but

@@ -11,7 +11,7 @@ from torch import nn
 from torch.nn.modules.module import _has_any_global_hook
 from torch.utils.hooks import RemovableHandle
 
-from .fused import PLAIN, SwiGLU, owner_of
+from .fused import PLAIN, FusedMLP, owner_of
 from .hidden import is_ours
 from .linear import QuantLinear
 from .router import FusedRouter
@@ -44,7 +44,7 @@ class Watch:
         # A parametrization takes a weight away and gives its module a child.
         self.names = [(m, (*m._parameters,), (*m._modules,)) for m in self.modules]
         self.children = [(m, tuple(m._modules.values())) for m in parents]
-        stood_in = [m.gated.module for m in self.modules if isinstance(m, SwiGLU)]
+        stood_in = [m.gated.module for m in self.modules if isinstance(m, FusedMLP)]
         self.settings = Settings([layer, *self.modules, *stood_in])
         self._forget()
 

@@ -17,7 +17,7 @@ from oracle import DTYPES, Value, check, spec
 from torch import nn
 
 from torch_metalmm import QuantLinear, fuse_, quantize_, unfuse_
-from torch_metalmm.nn.fused import LinearPart, MergedLinear, SwiGLU
+from torch_metalmm.nn.fused import FusedMLP, LinearPart, MergedLinear
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
@@ -78,7 +78,7 @@ def test_undoing_gives_the_modules_and_the_bytes_back_without_a_copy() -> None:
     merged(model.attention)
     fuse_(model, "swiglu")
     assert [ref() for ref in weights] == [None] * 3  # the bytes exist once
-    assert type(model.mlp) is SwiGLU and type(model.attention.a) is LinearPart
+    assert type(model.mlp) is FusedMLP and type(model.attention.a) is LinearPart
     of_all = model.attention.merged_a_b_c.weight.data_ptr()
     unfuse_(model)
     assert dict(model.named_modules()) == modules
@@ -88,7 +88,7 @@ def test_undoing_gives_the_modules_and_the_bytes_back_without_a_copy() -> None:
     layers = (model.attention.a, model.attention.b, model.attention.c)
     assert [t.weight.untyped_storage().data_ptr() for t in layers] == [of_all] * 3
     assert torch.equal(model(x), y)
-    assert fuse_(model, "swiglu") is model and type(model.mlp) is SwiGLU
+    assert fuse_(model, "swiglu") is model and type(model.mlp) is FusedMLP
 
 
 def test_a_fused_model_keeps_its_state_dict() -> None:

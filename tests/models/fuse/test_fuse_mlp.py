@@ -1,4 +1,4 @@
-"""fuse_ on SwiGLU MLPs: how they are known, what they compute, which form they take."""
+"""fuse_ on gated MLPs: how they are known, what they compute, which form they take."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from torch_metalmm import _C, QuantLinear, fuse_
 from torch_metalmm.models.fuse import times as fuse_times
-from torch_metalmm.nn.fused import FORMS, GatedMLP, Roles, SwiGLU
+from torch_metalmm.nn.fused import FORMS, FusedMLP, GatedMLP, Roles
 from torch_metalmm.nn.gate import ACTIVATIONS
 
 
@@ -45,7 +45,7 @@ def test_swiglu_computes_what_the_mlp_did(
     format: str, form: str, dtype: torch.dtype, backend: Backend
 ) -> None:
     module = fused(Gated(format).to(backend.device), form)
-    assert type(module) is SwiGLU and module.gated.roles == Roles("one", "two", "three")
+    assert type(module) is FusedMLP and module.gated.roles == Roles("one", "two", "three")
     gate, up = decoded(module.one), decoded(module.two)
     for shape in ((K,), (1, 1, K), (2, 3, K), (0, K)):
         x = activations(*shape, dtype=dtype) / 4
@@ -74,7 +74,7 @@ def test_activations(activation: str, form: str, backend: Backend) -> None:
     x = activations(2, K) / 4
     want = plain(x)
     module = fused(Gated(act=functions[activation]).to(backend.device), form)
-    assert type(module) is SwiGLU and module.gated.activation == activation
+    assert type(module) is FusedMLP and module.gated.activation == activation
     for rows in (x, x[:1]):
         got = module(backend.put(rows)).cpu()
         assert near(got, want[: len(rows)])
@@ -106,7 +106,7 @@ def test_a_child_may_have_the_name_of_what_is_known_of_an_mlp() -> None:
     module.__class__ = Named
     x = activations(2, K) / 4
     want, stood_in = module(x), fused(module)
-    assert type(stood_in) is SwiGLU and stood_in.get_submodule("activation") is module.activation
+    assert type(stood_in) is FusedMLP and stood_in.get_submodule("activation") is module.activation
     assert near(stood_in(x), want)
 
 
@@ -135,7 +135,7 @@ def test_a_gate_that_is_cut(form: str, backend: Backend) -> None:
     plain, x = Cut(), activations(3, K) / 4
     want = plain(x)
     module = fused(Cut().to(backend.device), form)
-    assert type(module) is SwiGLU and module.gated.cut == pytest.approx(1.2815516)
+    assert type(module) is FusedMLP and module.gated.cut == pytest.approx(1.2815516)
     for rows in (x, x[:1]):
         got = module(backend.put(rows)).cpu()
         assert near(got, want[: len(rows)])
@@ -203,7 +203,7 @@ def test_what_is_not_swiglu_stays(module: nn.Module) -> None:
 
 def test_a_dropout_is_called_in_training() -> None:
     mlp, x = fused(Dropping()), activations(4, K)
-    assert type(mlp) is SwiGLU
+    assert type(mlp) is FusedMLP
     assert (mlp.train()(x) == 0).any() and not (mlp.eval()(x) == 0).any()
 
 

@@ -23,7 +23,7 @@ from torch_metalmm import (
     save_packed,
     unfuse_,
 )
-from torch_metalmm.nn.fused import MergedLinear, SwiGLU
+from torch_metalmm.nn.fused import FusedMLP, MergedLinear
 
 pytestmark = QUIET
 
@@ -48,7 +48,7 @@ def test_architectures(kind: str) -> None:
     got = logits(fuse_(model, "swiglu"))
     names = {n: m for n, m in model.named_modules() if isinstance(m, MergedLinear)}
     assert {".".join(n.split(".")[-2:]) for n in names} == merged
-    assert any(isinstance(m, SwiGLU) for m in model.modules()) == swiglu
+    assert any(isinstance(m, FusedMLP) for m in model.modules()) == swiglu
     assert near(got, want)
 
 

@@ -76,7 +76,7 @@ def test_hooks_below_a_layer_are_called(name: str, kind: str) -> None:
     model, plain = both("qwen3")
     module = layers(model)[1].get_submodule(name)
     if name == "mlp.act_fn" and kind != "global":
-        module = layers(unfuse_(model))[1].get_submodule(name)  # SwiGLU never calls the function
+        module = layers(unfuse_(model))[1].get_submodule(name)  # FusedMLP never calls the function
         fuse_(model, "swiglu")
     seen: list[int] = []
     remove = hook(module, kind, seen)

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from torch_metalmm import fuse_, quantize_, shard_
 from torch_metalmm.models.fuse.layers import fused_layer
-from torch_metalmm.nn.fused import SwiGLU
+from torch_metalmm.nn.fused import FusedMLP
 
 
 @pytest.mark.parametrize("wrong", [VOCABULARY, -1], ids=["behind", "before"])
@@ -39,7 +39,7 @@ def fused_untimed(mesh: Any) -> tuple[set[str], Tensor]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(times, "_times", timed)
         fuse_(model)
-    return {m.form for m in model.modules() if isinstance(m, SwiGLU)}, logits(model)
+    return {m.form for m in model.modules() if isinstance(m, FusedMLP)}, logits(model)
 
 
 def test_the_form_of_an_mlp_is_not_timed() -> None:

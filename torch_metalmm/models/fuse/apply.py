@@ -15,7 +15,7 @@ from torch import nn
 
 from ...nn import QuantEmbedding, QuantLinear
 from ...nn.activations import exactly
-from ...nn.fused import FORMS, GatedMLP, MergedLinear, SwiGLU, plain
+from ...nn.fused import FORMS, FusedMLP, GatedMLP, MergedLinear, plain
 from ...nn.sharded import is_sharded
 from ..attach import check_cache, drop_cache, set_cache
 from ..replace import check_model, summary
@@ -37,9 +37,9 @@ def fuse_(model: nn.Module, mlp_form: str | None = None, cache: str | None = Non
     of the layer has a hook, an adapter or another forward. Layers stay the objects that they were.
     Confirming takes the time of a prompt of about 200 tokens.
 
-    MLPs that are down(act(gate(x)) * up(x)), act SiLU, GELU, its tanh form or ReLU squared,
-    whatever they are called, become SwiGLU modules; gate and up may be halves of one layer (Phi3).
-    mlp_form says how one row is computed: "swiglu" or "swiglu_linear" (see SwiGLU); None times
+    MLPs that are down(act(gate(x)) * up(x)), act a name that the op swiglu takes, whatever they are
+    called, become FusedMLP modules; gate and up may be halves of one layer (Phi3).
+    mlp_form says how one row is computed: "swiglu" or "swiglu_linear" (see FusedMLP); None times
     both, once for each size of layer and device, and is "swiglu" in decoder layers and in sharded
     models, whose ranks choose alike.
 
@@ -86,7 +86,7 @@ def _fuse(model: nn.Module, mlp_form: str | None, once: dict[int, str | None]) -
     adapted: list[str] = []
     mlps: dict[str, GatedMLP] = {}
     for name, parent in list(model.named_modules()):
-        if isinstance(parent, SwiGLU):
+        if isinstance(parent, FusedMLP):
             continue
         if any(isinstance(getattr(c, "base_layer", None), QuantLinear) for c in parent.children()):
             adapted.append(name)
@@ -98,7 +98,7 @@ def _fuse(model: nn.Module, mlp_form: str | None, once: dict[int, str | None]) -
     chosen = faster_forms(list(mlps.values()), _activation_dtype(model)) if timed else {}
     for name, mlp in mlps.items():
         form, note = chosen.get(sizes_of(mlp), (mlp_form or FORMS[0], ""))
-        model.set_submodule(name, SwiGLU(mlp, form, note))
+        model.set_submodule(name, FusedMLP(mlp, form, note))
     fuse_layers(model, mlp_form or FORMS[0], once)
     return adapted
 
@@ -111,7 +111,7 @@ def unfuse_(model: nn.Module) -> nn.Module:
     drop_cache(transformers_models(model))
     unfuse_layers(model)
     for name, module in list(model.named_modules()):
-        if isinstance(module, SwiGLU):
+        if isinstance(module, FusedMLP):
             module.gated.module.training = module.training
             model.set_submodule(name, module.gated.module)
     for parent in list(model.modules()):

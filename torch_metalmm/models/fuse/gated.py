@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from ...nn import QuantLinear
-from ...nn.fused import GatedMLP, Roles, SwiGLU, plain, unhooked
+from ...nn.fused import FusedMLP, GatedMLP, Roles, plain, unhooked
 from ...nn.gate import ACTIVATIONS
 from ...nn.sharded import ColumnsLinear
 from .runs import evaluating, normal, numbers_of
@@ -37,7 +37,7 @@ def gated_mlp(module: nn.Module) -> GatedMLP | None:
         return None
     if module._parameters or module._buffers or any(_is_more(c) for c in others):
         return None
-    if not unhooked(module) or any(hasattr(SwiGLU, name) for name in module._modules):
+    if not unhooked(module) or any(hasattr(FusedMLP, name) for name in module._modules):
         return None
     ways = [_Way(*way) for way in product(_candidates(layers), ACTIVATIONS)]
     if not ways:

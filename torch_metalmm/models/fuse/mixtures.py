@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from ... import formats
 from ...nn import QuantLinear
 from ...nn.experts import QuantExperts
-from ...nn.fused import SwiGLU, owner_of, plain, unhooked
+from ...nn.fused import FusedMLP, owner_of, plain, unhooked
 from ...nn.heads import TRACED
 from ...nn.mixture import Mixture
 from ...nn.router import FusedRouter
@@ -24,7 +24,7 @@ def mixture_of(call: Call, x: Tensor) -> Mixture | None:
     children = [c for c in module.children() if any(True for _ in c.parameters())]
     routers = [f for c in children if isinstance(f := owner_of(c), FusedRouter)]
     experts = [c for c in children if type(c) is QuantExperts]
-    mlps = [c.gated for c in children if isinstance(c, SwiGLU)]
+    mlps = [c.gated for c in children if isinstance(c, FusedMLP)]
     shared = [mlp for mlp in mlps if mlp.gate_scale == mlp.scale == 1 and not mlp.cut]
     gates = [c for c in children if _is_gate(c)]
     parts: tuple[list[Any], ...] = (routers, experts, shared, gates)

@@ -7,7 +7,7 @@ from time import perf_counter
 
 import torch
 
-from ...nn.fused import FORMS, GatedMLP, SwiGLU
+from ...nn.fused import FORMS, FusedMLP, GatedMLP
 
 _TIMED = 16  # MLPs of one size that are timed
 
@@ -51,7 +51,7 @@ def _times(mlps: list[GatedMLP], dtype: torch.dtype) -> tuple[float, float]:
     first = mlps[0].layers()[0]
     device, k = first.weight.device, first.in_features
     x = torch.ones(1, k, dtype=dtype, device=device)
-    modules = [[SwiGLU(m, form) for m in mlps[:_TIMED]] for form in FORMS]
+    modules = [[FusedMLP(m, form) for m in mlps[:_TIMED]] for form in FORMS]
     samples: list[list[float]] = [[] for _ in FORMS]
     rounds = max(1, 4 // len(mlps))
     with torch.inference_mode():

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from ...nn import QuantLinear
-from ...nn.fused import GatedMLP, SwiGLU, plain
+from ...nn.fused import FusedMLP, GatedMLP, plain
 from ...nn.gate import ACTIVATIONS
 from ...nn.recipe import (
     Beside,
@@ -222,7 +222,7 @@ class _Reader:
             return _Part(*heads_of(module, self.runs, x, call.out))
         if self.heads and (conv := convolution_of(module)) is not None:
             return _Part(*mixer_of(module, conv, self.runs, x, call.out))
-        if isinstance(module, SwiGLU):
+        if isinstance(module, FusedMLP):
             return _Part(module.gated, module.gated.layers()[2])
         if isinstance(module, QuantLinear):
             return self._product(call)

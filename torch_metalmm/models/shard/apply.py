@@ -13,7 +13,7 @@ from ...nn import QuantEmbedding, QuantLinear
 from ...nn.activations import set_activations
 from ...nn.collective import Ranks
 from ...nn.embedding import embedding_scale
-from ...nn.fused import LinearPart, SwiGLU
+from ...nn.fused import FusedMLP, LinearPart
 from ...nn.sharded import ColumnsLinear, RowsEmbedding, RowsLinear, Shard, Sharded, is_sharded
 from ..replace import summary, weight_shape
 from .parts import GATHERED, SPLIT_INPUT, Part, format_of
@@ -99,7 +99,7 @@ def _check(model: nn.Module) -> None:
     if is_sharded(model):
         raise ValueError("model is sharded; a part is not divided again")
     for name, module in model.named_modules():
-        if isinstance(module, LinearPart | SwiGLU) or "forward" in module.__dict__:
+        if isinstance(module, LinearPart | FusedMLP) or "forward" in module.__dict__:
             raise ValueError(f"{name} is fused or has another forward; call shard_ before fuse_")
         if hasattr(module, "base_layer"):
             raise ValueError(f"{name} has an adapter; merge it, or load it before shard_")
