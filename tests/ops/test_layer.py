@@ -8,7 +8,7 @@ import pytest
 import torch
 from backends import Backend
 from inputs import activations, random_weight
-from layer_oracle import ACTIVATIONS, activated, normalized, rotated
+from layer_oracle import activated, normalized, rotated
 from oracle import DTYPES, KINDS, Value, check, spec
 from plan_cases import strategies_used
 from torch import Tensor
@@ -212,7 +212,7 @@ def test_the_sum_with_the_residual_is_rounded_once(backend: Backend) -> None:
 # ---- gated MLPs
 
 
-@pytest.mark.parametrize("activation", ACTIVATIONS)
+@pytest.mark.parametrize("activation", _C.activations())
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("name", KINDS)
 def test_gated_mlp(name: str, dtype: torch.dtype, activation: str, backend: Backend) -> None:
@@ -242,7 +242,7 @@ def test_gated_mlp(name: str, dtype: torch.dtype, activation: str, backend: Back
         check(y, (activated(a, activation) * b).store(dtype), f"{name} M={m} norm={has_norm}")
 
 
-@pytest.mark.parametrize("activation", ACTIVATIONS)
+@pytest.mark.parametrize("activation", _C.activations())
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.formats
 def test_gated_down(name: str, dtype: torch.dtype, activation: str, backend: Backend) -> None:
@@ -266,7 +266,7 @@ def test_gated_down(name: str, dtype: torch.dtype, activation: str, backend: Bac
             check(y, want.store(dtype), f"{name} M={m} addends={b is not None}")
 
 
-@pytest.mark.parametrize("activation", ACTIVATIONS)
+@pytest.mark.parametrize("activation", _C.activations())
 def test_activations_everywhere(activation: str, backend: Backend) -> None:
     """From the smallest to the largest gate: no NaN, and the bound holds."""
     gate = torch.cat([torch.linspace(-30, 30, 3001), 2.0 ** torch.linspace(-40, 40, 95)])

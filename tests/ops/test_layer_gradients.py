@@ -15,6 +15,8 @@ from oracle import U, spec
 from torch import Tensor
 from torch.nn.functional import conv1d, silu, softplus
 
+from torch_metalmm import _C
+
 ops = torch.ops.metalmm
 N, K, EPS = 9, 64, 1e-5
 
@@ -95,7 +97,7 @@ def test_norm_linear(backend: Backend) -> None:
     )
 
 
-@pytest.mark.parametrize("activation", ACTIVATIONS)
+@pytest.mark.parametrize("activation", _C.activations())
 def test_gated_mlps(activation: str, backend: Backend) -> None:
     packed = [random_weight("q4_0", N, K, seed=i) for i in (0, 1)]
     w, act = [backend.put(p) for p in packed], ACTIVATIONS[activation]
