@@ -7,8 +7,8 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers.generation import EosTokenCriteria, MaxLengthCriteria
 from transformers.generation import logits_process as of
+from transformers.generation.stopping_criteria import EosTokenCriteria, MaxLengthCriteria
 
 # Processors that look at the scores alone, not at the tokens before.
 _OF_SCORES = {

@@ -91,8 +91,8 @@ class Fixed:
         with lasting():
             numbers = torch.arange(count + 1, device=device).repeat(len(names))
             self._memory = torch.cat([numbers[:1], numbers])
-            self.position, *slots = self._memory.split([1, *[count + 1] * len(names)])
-        self.position = self.position[0]
+            self.position = self._memory[0]
+            slots = self._memory[1:].view(len(names), count + 1)
         self._slots = dict(zip(names, slots, strict=True))
         # What the tensors hold; -1 while they are written.
         self.first, self.ends = 0, dict.fromkeys(names, 0)
