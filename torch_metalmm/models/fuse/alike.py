@@ -42,7 +42,7 @@ def _tells(name: str, ours: bool) -> bool:
 
 
 def _of(value: Any) -> object:
-    """What a value is compared by: modules by their classes, tensors by what they hold."""
+    """The key that compares a value: a module's class, a tensor's dtype, shape and values."""
     if isinstance(value, nn.Module):
         return type(value)
     if isinstance(value, Tensor):

@@ -92,7 +92,7 @@ def _fuse(model: nn.Module, mlp_form: str | None, once: dict[int, str | None]) -
             adapted.append(name)
         if name and (mlp := gated_mlp(parent)) is not None:
             mlps[name] = mlp
-    # To time is to run, the sums over the ranks included, as often as this process knows no time;
+    # Timing runs MLPs, the sums over the ranks included, as often as this process knows no time;
     # and ranks that choose forms of their own round a replicated MLP in two ways.
     timed = mlp_form is None and not is_sharded(model)
     chosen = faster_forms(list(mlps.values()), _activation_dtype(model)) if timed else {}

@@ -117,8 +117,8 @@ def _close(
 def _run(
     branches: Any, fused: FusedLayer, x: Tensor, kwargs: dict[str, Any], cache: Any
 ) -> list[Tensor]:
-    """What each branch gives, or the streams, by rows of the batch; keys, values and states in the
-    cache afterwards, and those shared."""
+    """The results of branches, or the streams, by rows of the batch; keys, values and states in the
+    cache afterwards, and shared ones."""
     own, heads, mixer = copy_of(cache), fused.recipe.heads, fused.recipe.mixer
     given = {n: copy.copy(v) if isinstance(v, Mapping) else v for n, v in kwargs.items()}
     given.update({name: own for name, v in given.items() if hasattr(v, "update_conv_state")})

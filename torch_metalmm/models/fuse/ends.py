@@ -1,5 +1,5 @@
-"""Which numbers a model applies to what its embedding and its output head give: found by running it
-with results that wait for them."""
+"""The numbers that a model applies to results of its embedding and its output head: found by
+running the model with results that wait for numbers."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def fuse_ends(model: Any) -> None:
         each.attach()
     with quietly(model):
         try:
-            with suppress(Exception):  # it takes something else
+            with suppress(Exception):  # the model takes something else
                 ids = numbers(model.config.get_text_config().vocab_size, 1, 2)
                 model(input_ids=ids.to(found[0].module.weight.device), use_cache=False)
         finally:

@@ -20,7 +20,7 @@ from .runs import evaluating, normal, numbers_of
 
 
 class _Way(NamedTuple):
-    """What a module may compute."""
+    """A gated MLP that a module may compute."""
 
     roles: Roles
     activation: str
@@ -103,16 +103,16 @@ def _computed(module: Any, candidates: list[_Way]) -> list[_Way]:
             try:
                 got = module(given)
             except Exception:
-                return []  # it takes other arguments
+                return []  # the module takes other arguments
             if not isinstance(got, Tensor) or not torch.equal(given, x * scale):
-                return []  # it writes its input, too
+                return []  # the module writes its input, too
             outputs: dict[str, Tensor] = {}
             candidates = [c for c in candidates if torch.equal(_of(module, c, given, outputs), got)]
     return candidates
 
 
 def _of(module: Any, way: _Way, x: Tensor, outputs: dict[str, Tensor]) -> Tensor:
-    """What the candidate gives for x; `outputs` keeps those of the layers that take x."""
+    """The candidate's result for x; `outputs` keeps the results of the layers that take x."""
     layers, roles = module._modules, way.roles
     for name in (roles.gate, roles.up):
         if name is not None and name not in outputs:

@@ -59,9 +59,9 @@ def heads_of(
 
 
 def growths(layer: nn.Module, runs: list[Seen]) -> Iterator[Growth]:
-    """What q of a layer may be multiplied by, of which runs of short texts show nothing.
+    """Factors of a layer's q that runs of short texts do not show.
 
-    By numbers that a config has side by side; confirm.py runs the layer at far positions.
+    Made of numbers that a config has side by side; confirm.py runs the layer at far positions.
     """
     kwargs = runs[0].kwargs
     whole = [n for n, v in kwargs.items() if isinstance(v, Tensor) and v.dtype == torch.int64]
@@ -103,7 +103,7 @@ def _mask(every: list[str], runs: list[Seen]) -> str | None:
 
 
 def _told(runs: list[Seen]) -> tuple[tuple[str, ...], dict[str, Any]] | None:
-    """What the cache's update gets as `kwargs`: arguments of the layer by name, and constants."""
+    """The `kwargs` of the cache's update: arguments of the layer by name, and constants."""
     updates = [seen.updates[0].options for seen in runs]
     if not any(updates):
         return None

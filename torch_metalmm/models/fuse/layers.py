@@ -34,7 +34,7 @@ from .runs import Unknown, evaluating
 from .understand import attentions_of, recipe_of, recipe_of_attention
 
 _ROW = 64  # values of a norm without a weight, which takes any number
-_Reading = tuple[Recipe, list[Seen]]  # what a module computes, and its calls
+_Reading = tuple[Recipe, list[Seen]]  # the recipe of a module, and its calls
 
 
 def fuse_layers(model: nn.Module, form: str, once: dict[int, str | None]) -> None:
@@ -72,7 +72,7 @@ def fuse_layers(model: nn.Module, form: str, once: dict[int, str | None]) -> Non
 
 
 def _readings(layer: nn.Module, runs: list[Seen]) -> Iterator[Callable[[], _Reading]]:
-    """What the layer may be, until it is."""
+    """Ways to read the layer, in the order of their trials."""
     yield partial(_layer, layer, runs, True)
     for growth in growths(layer, runs):
         yield partial(_layer, layer, runs, True, growth)
@@ -115,7 +115,7 @@ def _fuse(
         understood = fused.watch.plain()
     except Exception:  # Unknown, or a layer unlike any that was thought of
         understood = False
-    # To confirm runs the layer: where it is sharded, all ranks do, or none.
+    # Confirming runs the layer: where it is sharded, on all ranks, or on none.
     if not everywhere(module, understood):
         return False
     assert fused is not None
@@ -173,7 +173,7 @@ def unfuse_layers(model: nn.Module) -> None:
 
 
 def fused_layer(layer: nn.Module) -> FusedLayer | None:
-    """What computes the layer in place of its class, None if its class does."""
+    """The FusedLayer that computes the layer in place of its class, None if its class does."""
     owner = owner_of(layer)
     return owner if isinstance(owner, FusedLayer) else None
 
@@ -196,7 +196,7 @@ def _fuse_norms(module: nn.Module) -> None:
         norm = norm if centred else None
     if norm is not None and row.device.type != "meta":
         row = row.to(row.dtype if norm.name else torch.half)
-        with torch.no_grad(), suppress(Exception):  # it may refuse halves
+        with torch.no_grad(), suppress(Exception):  # the module may refuse halves
             if module(row[None]).dtype == row.dtype:
                 FusedNorm(norm, centred).attach()
 

@@ -33,7 +33,7 @@ def merge_projections(
 def merge_all(
     parent: nn.Module, layers: tuple[Any, ...], once: dict[int, str | None]
 ) -> MergedLinear | None:
-    """All of the modules as one; None, and nothing is done, where they are not alike."""
+    """The modules as one; None, and nothing is done, where they are not alike."""
     if len({_key(layer, once) for layer in layers}) > 1:
         return None
     merged = merge_projections(parent, layers, once)[0]

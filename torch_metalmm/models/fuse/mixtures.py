@@ -45,13 +45,13 @@ def mixture_of(call: Call, x: Tensor) -> Mixture | None:
     mlp, gate = (of[0] if of else None for of in parts[2:])
     found = Mixture(module, router, given, experts[0], mlp, gate)
     y = found.of(TRACED[None], x, None)
-    # Of more than rounding another rule differs by; confirm.py says whether it is rounding.
+    # Another rule differs by more than rounding; confirm.py tells rounding from other errors.
     near = isinstance(call.out, Tensor) and call.out.shape == y.shape
     return found if near and (y - call.out).norm() <= 0.1 * call.out.norm() else None
 
 
 def _is_gate(child: nn.Module) -> bool:
-    """Whether it is a linear layer of one result that the op computes."""
+    """Whether the child is a linear layer of one result that the op computes."""
     if type(child) is nn.Linear:
         is_known = child.weight.dtype in formats.DTYPE_NAMES and child.bias is None
         return is_known and child.out_features == 1 and unhooked(child)

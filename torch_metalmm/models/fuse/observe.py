@@ -1,4 +1,4 @@
-"""What decoder layers of a transformers model are given and give, in short runs."""
+"""The inputs and results of a transformers model's decoder layers, in short runs."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from ..cache_argument import with_cache
 from ..last_prompt import forget_prompt, recall_prompt
 from .runs import evaluating, numbers
 
-_NAMED = ("module", "query", "key", "value", "attention_mask")  # what attention is given first
+_NAMED = ("module", "query", "key", "value", "attention_mask")  # the first arguments of attention
 _LENGTH = 5  # tokens of a prompt
 
 

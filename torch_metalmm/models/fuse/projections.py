@@ -127,7 +127,7 @@ def _places(sizes: list[int], heads: int, kv_heads: int, size: int) -> Iterator[
 
 
 def _gate(gate: Tensor, outputs: tuple[Tensor, Tensor], heads: int) -> Any:
-    """What there is a gate for, None if there is none; False if the outputs say otherwise."""
+    """The gate's kind, "values" or "heads"; None: there is no gate; False: the outputs fit none."""
     given, wanted = outputs
     if given.numel() != wanted.numel():
         return False
@@ -154,7 +154,7 @@ def _arranged(calls: list[Call], places: _Places, own: bool) -> dict[str, Any]:
 
 
 def _factors(found: dict[str, Any], places: _Places, scale: float) -> Tensor | None:
-    """What makes of k `scale` times what the layers give."""
+    """Factors of the layers' results, `scale` for k and 1 for others; None: all are 1."""
     if scale == 1:
         return None
     if found["order"] is not None or found["v_is_k"] or found["gate"] or found["qk_norms"]:
@@ -177,7 +177,7 @@ def _normed(
         if out.shape[-1]
     ]
     if len(norms) == 1:
-        norms *= 2  # of q alone
+        norms *= 2  # q alone has values
     first, second = norms
     if first is None and second is None:
         return {"qk_norms": None}

@@ -1,4 +1,4 @@
-"""What fuse_ has made of a model's decoder layers, in words."""
+"""The result of fuse_ for a model's decoder layers, in words."""
 
 from __future__ import annotations
 

@@ -19,9 +19,9 @@ from .runs import Unknown, numbers
 
 _FORMS = ((True, False), (True, True), (False, False))  # (twice, interleaved)
 _FAR = 2**21  # behind every context, where frequencies that follow the length are others
-_ROWS = 3  # of positions in models of pictures
+_ROWS = 3  # rows of positions in models of pictures
 _SUFFIX = "_inv_freq"
-_NAMES = ["x", "position_ids", "layer_type"]  # of FusedRotation.forward
+_NAMES = ["x", "position_ids", "layer_type"]  # arguments of FusedRotation.forward
 
 
 def fuse_rotations(model: nn.Module) -> None:
@@ -47,7 +47,7 @@ def tell_forms(model: nn.Module, angles: set[str]) -> None:
 
 
 def _kinds(module: nn.Module) -> list[Any]:
-    """What the argument behind the positions may be: what buffers are named after; None: none."""
+    """Values of the argument behind the positions, as buffers are named; None: no argument."""
     names = names_of(module)
     kinds = [n.removesuffix(_SUFFIX) for n in module._buffers if n.endswith(_SUFFIX)]
     if names == _NAMES[:2]:
@@ -68,7 +68,7 @@ def _tables_of(module: nn.Module, kind: Any) -> Tables:
 
 
 def _results(module: nn.Module, kind: Any, cases: list[tuple[Tensor, torch.dtype]]) -> list[Any]:
-    """What a copy gives in turn, whose frequencies may change from call to call."""
+    """The results of one copy, whose frequencies may change from call to call, case by case."""
     trial, given = copy.deepcopy(module).cpu(), () if kind is None else (kind,)
     with torch.no_grad():
         return [trial(torch.zeros(2, 6, 4, dtype=t), p, *given) for p, t in cases]
@@ -89,7 +89,7 @@ def _candidates(module: nn.Module, kind: Any, keeps_float: bool) -> Iterator[Tab
 
 
 def _same(tables: Tables, inv_freq: Tensor, places: Tensor, dtype: torch.dtype, want: Any) -> bool:
-    """To the bit."""
+    """Whether the tables give `want` to the bit, dtypes included."""
     got = tables.of(inv_freq, places, dtype)
     return all(
         a.dtype == b.dtype and torch.equal(a, b.contiguous())
@@ -98,7 +98,7 @@ def _same(tables: Tables, inv_freq: Tensor, places: Tensor, dtype: torch.dtype, 
 
 
 def _with_axes(module: nn.Module, kind: Any, tables: Tables) -> Tables:
-    """The same of positions [A, B, S], where the module takes such."""
+    """The tables with axes for positions [A, B, S], where the module takes such."""
     places = numbers(1000, _ROWS, 2, 6, seed=1) * 1000 + torch.arange(_ROWS).view(-1, 1, 1)
     inv_freq = _frequencies(module, tables.name)
     try:

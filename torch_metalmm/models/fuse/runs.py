@@ -1,4 +1,4 @@
-"""What the short runs share by which fuse_ finds and confirms what a module computes.
+"""Inputs and settings of the short runs by which fuse_ finds and confirms a module's recipe.
 
 Random numbers are the same at every call, whatever the caller's generator, device and dtype are.
 """
@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-PLAIN = (bool, int, float, str, type(None))  # what a constant argument may be
+PLAIN = (bool, int, float, str, type(None))  # types of a constant argument
 
 
 class Unknown(Exception):

@@ -39,7 +39,7 @@ def streams_of(layer: nn.Module, calls: list[Call], x: Tensor) -> tuple[Streams,
 
 @torch.no_grad()
 def ends_of(streams: Streams, layer: nn.Module, calls: list[Call], x: Tensor) -> Tensor:
-    """What the last branch is given, of the streams that the layer makes of x.
+    """The input of the last branch, made of the streams that the layer makes of x.
 
     The calls of modules that make it are taken off the list; what they do is set in `streams`.
     """
@@ -56,7 +56,7 @@ def ends_of(streams: Streams, layer: nn.Module, calls: list[Call], x: Tensor) ->
 
 
 def _nearest(ways: list[tuple[Any, Tensor]], wanted: Tensor) -> Any:
-    """What gives the result that is wanted, or nearly. Unknown: nothing does."""
+    """The way whose result is nearest to the wanted one. Unknown: no result is near."""
     found, result = min(ways, key=lambda way: float((way[1] - wanted).norm()))
     if not near(result, wanted):
         raise Unknown("streams that are mixed in another way")
@@ -64,7 +64,7 @@ def _nearest(ways: list[tuple[Any, Tensor]], wanted: Tensor) -> Any:
 
 
 def _is(parameter: Tensor | None, h: Tensor) -> bool:
-    """Whether it has a number for each of h."""
+    """Whether the parameter has a number for each column of h."""
     return parameter is not None and parameter.shape == h.shape[-1:]
 
 

@@ -13,7 +13,7 @@ _TIMED = 16  # MLPs of one size that are timed
 
 
 def sizes_of(mlp: GatedMLP) -> object:
-    """What the time of a row depends on, apart from the dtype."""
+    """Sizes and settings that the time of a row depends on, apart from the dtype."""
     layers = mlp.layers() if mlp.roles.up is not None else mlp.layers()[1:]
     return (
         str(layers[0].weight.device),

@@ -1,4 +1,4 @@
-"""What a layer computes, read from the tensors that its modules passed each other in one call.
+"""The recipe of a layer, read from the tensors that its modules passed each other in one call.
 
 A result is followed by the tensor's identity; sums are known by their values. Whether the recipe is
 right is for confirm.py to say: here a wrong guess costs only that the layer stays as it is.
@@ -37,7 +37,7 @@ from .observe import Call, Seen, convolution_of
 from .runs import PLAIN, Unknown, numbers_of, one
 from .streams import ends_of, streams_of
 
-_DIVISORS = (1.0, 2**0.5)  # of sums of two that keep their size
+_DIVISORS = (1.0, 2**0.5)  # divisors of a sum of two; the second keeps the size of one
 
 
 def recipe_of(layer: nn.Module, runs: list[Seen], heads: bool = True) -> Recipe:
@@ -132,7 +132,7 @@ class _Reader:
         return Branch(pre, core, Output(linear, post, scale)), total
 
     def _part(self, x: Tensor) -> _Part:
-        """What the next module makes of x, and a norm of that."""
+        """The part that the next module makes of x, and a norm behind it."""
         part = self._core(self._next(x), x)
         out = self.last.out
         if self.calls and self.calls[0].takes(out):
@@ -202,7 +202,7 @@ class _Reader:
         return self.last
 
     def _pre(self, h: Tensor) -> tuple[Norm | Whole | None, Tensor]:
-        """What is done to h before the core, and the core's input."""
+        """The norm or module before the core, which is given h, and the core's input."""
         first = self.calls[0]
         norm = as_norm(first.module, h.shape[-1]) if first.takes(h) else None
         follows = len(self.calls) > 1 and self.calls[1].takes(first.out)
