@@ -26,7 +26,7 @@ from .integers.modules import check_computes, integer_rows
 from .replace import check_model, replaceable, summary
 from .structure import activation_of
 
-# What libraries call the number of a GGML type: on the layer, or on its weight.
+# Names that libraries give the number of a GGML type: on the layer, or on its weight.
 _GGML_ON_LAYER = ("ggml_type",)
 _GGML_ON_WEIGHT = ("quant_type", "tensor_type")
 
@@ -37,7 +37,7 @@ class _Unsupported(Exception):
 
 @dataclass(frozen=True)
 class _Stored:
-    """What a layer of K inputs holds: its weight, made when asked for, and its bias."""
+    """The weight, made when asked for, and the bias of a quantized layer of K inputs."""
 
     k: int
     rows: Callable[[], Rows]
@@ -82,14 +82,14 @@ def adopt_(
         parts = "; ".join(f"{reason}: {summary(names)}" for reason, names in left.items())
         warnings.warn(f"left as they are: {parts}", stacklevel=2)
     else:
-        attach(model)  # it forgets the quantizer that made the layers, and can be saved
+        attach(model)  # the model forgets the quantizer that made the layers, and can be saved
     return model
 
 
 def _plan(
     model: nn.Module, filter_fn: Callable[[str, nn.Module], bool] | None
 ) -> tuple[list[_Job], dict[str, list[str]]]:
-    """What to replace, and {why not: names} of quantized layers that stay."""
+    """The layers to replace, and {why not: names} of quantized layers that stay."""
     jobs: dict[int, _Job] = {}
     left: dict[str, list[str]] = {}
     for name, module in model.named_modules(remove_duplicate=False):
@@ -142,7 +142,7 @@ def _layer(module: Any, stored: _Stored) -> QuantLinear | QuantEmbedding:
 
 
 def _stored(module: Any) -> _Stored | QuantExperts | None:
-    """What the layer holds, None if it is no layer to take over.
+    """The quantized layer's weight and bias, or experts; None: the layer is none to take over.
 
     ValueError: the layer contradicts itself. _Unsupported: no format here has its values.
     """
@@ -272,7 +272,7 @@ def _values(bias: Tensor) -> Tensor:
 
 
 def _plain(t: Tensor) -> Tensor:
-    """The same memory as a Tensor of torch's own class, however its class overrides methods."""
+    """The tensor as torch's own class, on the same memory, whatever methods its class overrides."""
     with torch._C.DisableTorchFunctionSubclass():
         return torch.Tensor.detach(t).as_subclass(Tensor)
 

@@ -18,7 +18,7 @@ def cache_argument(forward: Callable[..., Any]) -> str | None:
 
 
 def cache_of_generate() -> str:
-    """The same of generate()."""
+    """The name under which generate() gives a model its cache."""
     from transformers import GenerationMixin
 
     return cache_argument(GenerationMixin.prepare_inputs_for_generation) or NAMES[-1]

@@ -13,7 +13,7 @@ from ..nn.experts import APART, GATE, GATE_UP, MERGED, UP, QuantExperts, SortedE
 from .structure import Structure, structure_of
 
 Site = tuple[str, Any]  # a layer, or a Stack of a module of experts, by name
-Sites = list[Site]  # what holds one weight
+Sites = list[Site]  # the layers and stacks that hold one weight
 
 
 class Stack:

@@ -1,4 +1,4 @@
-"""Whether what the packed weights of a model decode to is finite, at the price of one token."""
+"""Whether the packed weights of a model decode to finite values, at the price of one token."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What models of images keep of the last prompt."""
+"""The state that models of images keep of the last prompt."""
 
 from __future__ import annotations
 
@@ -22,6 +22,6 @@ def forget_prompt(model: nn.Module) -> list[tuple[nn.Module, Any]]:
 
 
 def recall_prompt(found: list[tuple[nn.Module, Any]]) -> None:
-    """What forget_prompt() gave is known again."""
+    """Give the modules back the state that forget_prompt() found."""
     for module, own in found:
         setattr(module, _KEPT, own)

@@ -15,7 +15,7 @@ from torch import nn
 from .. import formats
 from .experts import Site, Sites, Stack
 
-Layers = Callable[[int, int], bool]  # of the i-th of n layers that have such a tensor
+Layers = Callable[[int, int], bool]  # whether the i-th of n layers with such a tensor fits
 
 
 def _first(share: int) -> Layers:
@@ -58,7 +58,7 @@ _FALCON: dict[str, _Rules] = {
 }
 _EIGHT_EXPERTS = ("q3_k_s", "q3_k_m", "q4_k_s", "q4_k_m")  # whose output of attention has q5_k
 
-# What a layer is, by the end of its name; the first that matches.
+# The role of a layer by the end of its name: the first pattern that matches.
 _K, _KEPT = "keys", "dense"
 _ROLES = [
     (_KEPT, r"router|gate|gate_inp|shared_expert_gate|wpe|token_type_embeddings"),
@@ -76,7 +76,7 @@ def resolve(name: str) -> str:
 
 
 class Mixture:
-    """What the mixtures give the weights of one model."""
+    """The formats that the mixtures give the weights of one model."""
 
     def __init__(self, model: nn.Module, groups: Iterable[Sites]) -> None:
         """groups: the weights, each with the layers that hold it, in the order of the model."""
@@ -150,7 +150,7 @@ class Mixture:
 
 
 def _role(name: str) -> str | None:
-    """What the layer is; None of those that every mixture treats alike."""
+    """The role of the layer; None: every mixture treats the layer alike."""
     for role, pattern in _ROLES:
         if re.search(rf"(^|[._])({pattern})$", name):
             return role

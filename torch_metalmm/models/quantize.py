@@ -104,7 +104,7 @@ def quantize_(
             job.put(model, quantize_weight(dense, job.format, job.importance, name))
             advance(job.values)
     if not quantized_by_another(model):
-        attach(model)  # its save_pretrained works
+        attach(model)  # makes save_pretrained of the model work
     return model
 
 
@@ -188,7 +188,7 @@ def weigh(model: nn.Module, jobs: list[Job], importance: Importance) -> None:
 def plan(
     model: nn.Module, spec: Spec, filter_fn: Filter | None = None, apart: Container[str] = ()
 ) -> list[Job]:
-    """What quantize_ would do. Weights are not read and may be on the meta device.
+    """The jobs that quantize_ would do. Weights are not read and may be on the meta device.
 
     apart: names of experts whose gate and up become stacks of their own.
     ValueError: as quantize_, of all but the weights' values.

@@ -88,7 +88,7 @@ def _only_scales(embedding: nn.Embedding) -> bool:
     try:
         return torch.equal(type(probe).forward(probe, ids), rows[ids] * scale)  # no hooks
     except Exception:
-        return False  # it takes other arguments, or other ids
+        return False  # the forward takes other arguments, or other ids
 
 
 def replaceable(model: nn.Module, name: str) -> bool:

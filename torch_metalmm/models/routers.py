@@ -18,7 +18,7 @@ from ..nn.router import FusedRouter, Router, tensor_of
 from .fuse.runs import Unknown, normal
 
 _U = 2.0**-24
-_SCALES = (1.0, 8.0, 1 / 8)  # of rows
+_SCALES = (1.0, 8.0, 1 / 8)  # factors of rows
 
 
 def fuse_routers(model: nn.Module) -> None:
@@ -81,7 +81,7 @@ def _as_router(module: nn.Module) -> Router:
                     continue
                 by = chosen.argsort(-1)
                 if torch.equal(chosen.gather(1, by), ids.gather(1, order)):
-                    # Both add up k products for a logit, as which a weight changes at most.
+                    # Either logit is a sum of k products; a weight changes at most as its logit.
                     error = (got.gather(1, by) - want.gather(1, order)).abs().max()
                     if error <= 64 * k * _U * want.abs().max():
                         return router
@@ -139,14 +139,14 @@ def _called(module: nn.Module, x: Tensor, given: list[Tensor]) -> tuple[Tensor, 
     rows = [t.to(like) for t in (x, *given)]
     try:
         _, weights, _ = module(*rows)
-    except ValueError:  # it unpacks another shape
+    except ValueError:  # the module unpacks another shape
         x = x[None]
         _, weights, _ = module(rows[0][None], *rows[1:])
     return x, weights.dtype == like.dtype
 
 
 def _options(module: nn.Module, experts: int) -> Iterator[dict[str, Any]]:
-    """What a router with these numbers may compute."""
+    """The options with which the op may compute what a router with these numbers does."""
     numbers = [v for v in vars(module).values() if isinstance(v, int | float) and v > 0]
     whole = sorted({v for v in numbers if type(v) is int and v < experts})
     groups: list[dict[str, Any]] = [{}]

@@ -65,7 +65,7 @@ def empty_model(config: Any, dtype: torch.dtype) -> Any:
 
 
 def meta_model(config: Any, dtype: torch.dtype) -> Any:
-    """As empty_model, with the buffers on meta too: nothing of it takes memory."""
+    """The model of empty_model with its buffers on meta too: nothing of it takes memory."""
     with torch.device("meta"), parameters_on_meta():
         return _built(config, dtype)
 

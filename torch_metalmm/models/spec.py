@@ -17,7 +17,7 @@ Filter = Callable[[str, nn.Module], bool]
 
 
 def told(site: Site) -> tuple[str, nn.Module]:
-    """What a function of the caller is told of a site: of a stack, its module of experts."""
+    """(name, module) of a site for a function of the caller: a stack has its module of experts."""
     name, module = site
     return name, module.home.module if isinstance(module, Stack) else module
 

@@ -1,8 +1,8 @@
-"""What a module of stacked experts computes, understood by running it.
+"""The structure of a module of stacked experts, understood by running it.
 
-transformers has some 70 classes of them. What tells them apart is which way round a stack lies,
-whether gate and up alternate, and the gate: all that is tried, on small experts with random weights
-that the class's own forward is run on. A module that computes nothing of this has no structure.
+transformers has some 70 classes of such modules. They differ in which way round a stack lies, in
+whether gate and up alternate, and in the gate: each is tried, on small experts with random weights
+that the class's own forward is run on. A module that computes something else has no structure.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ from ..nn.gate import ACTIVATIONS, SWIGLU_OAI, Gate
 from .fuse.runs import normal
 
 _TOKENS, _CHOSEN = 4, 2
-_SCALES = (0.5, 100.0)  # of x: gates about 1, where activations differ, and beyond every limit
-_CLOSE = 2e-6  # of the largest result: some modules compute in f32. gelu and gelu_tanh: 3e-5
+_SCALES = (0.5, 100.0)  # times x: gates about 1, where activations differ, and past every limit
+_CLOSE = 2e-6  # times the largest result: some modules compute in f32. gelu and gelu_tanh: 3e-5
 
 
 @dataclass(frozen=True)
@@ -82,7 +82,7 @@ def _sizes(
 def _shapes(
     stacks: tuple[str, ...], e: int, h: int, n: int, transposed: bool
 ) -> dict[str, tuple[int, ...]]:
-    """Those of the stacks and biases of experts of these sizes."""
+    """The shapes of the stacks and biases of experts of these sizes, by name."""
     first, rows = stacks[0], 2 * n if stacks == MERGED else n
     return {
         first: (e, h, rows) if transposed else (e, rows, h),
@@ -92,7 +92,7 @@ def _shapes(
     }
 
 
-# ---- what a module computes
+# ---- the structure of a module, by its results
 
 
 def _computes(module: nn.Module, structure: Structure) -> Structure | None:
@@ -107,7 +107,7 @@ def _computes(module: nn.Module, structure: Structure) -> Structure | None:
         for scale in _SCALES:
             x = normal(_TOKENS, h).double() * scale
             got = _run(probe, x, *args)
-            if got is None and scale == _SCALES[0]:  # it takes the tokens of each expert, perhaps
+            if got is None and scale == _SCALES[0]:  # perhaps the class takes tokens by expert
                 args = ()
                 ids = torch.arange(e, device="cpu").repeat_interleave(_TOKENS).unsqueeze(1)
                 scores = torch.ones_like(ids, dtype=torch.float64)
@@ -127,11 +127,11 @@ def _computes(module: nn.Module, structure: Structure) -> Structure | None:
 
 
 def _run(probe: Any, *args: Tensor) -> Tensor | None:
-    """What the class's own forward gives, not the one that the config chooses."""
+    """The result of the class's own forward, not of the one that the config chooses."""
     try:
         got = inspect.unwrap(type(probe).forward)(probe, *(t.clone() for t in args))
     except Exception:
-        return None  # it takes other arguments, or needs more than its weights
+        return None  # the forward takes other arguments, or needs more than its weights
     return got if isinstance(got, Tensor) else None
 
 
@@ -189,7 +189,7 @@ def _reference(
     ids: Tensor,
     scores: Tensor,
 ) -> Tensor:
-    """What experts of this structure give, in torch's ops."""
+    """The result of experts of this structure, in torch's ops."""
 
     def product(stack: str, x: Tensor) -> Tensor:
         w = tensors[stack][ids]

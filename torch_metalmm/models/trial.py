@@ -24,13 +24,13 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-# Their reads of weights are of layers of torch's own, or fill new ones.
+# Modules that read weights of torch's own layers alone, or to fill new ones.
 _NO_MODELS = ("torch.", "transformers.modeling_utils", "transformers.pytorch_utils")
 _INITIALISES = ("__init__", "_init_weights", "reset_parameters")
-# What no packed layer answers with other numbers than the dense one.
+# Reads that a packed layer answers with the numbers of the dense one.
 _HARMLESS = {Tensor.shape.__get__, Tensor.device.__get__, Tensor.size, Tensor.is_meta.__get__}  # type: ignore[attr-defined]
 
-_TRITON = Lock()  # its launcher is changed by one thread at a time
+_TRITON = Lock()  # one thread at a time changes Triton's launcher
 _read: WeakKeyDictionary[nn.Module, frozenset[str]] = WeakKeyDictionary()
 
 
@@ -72,7 +72,7 @@ def _try(model: nn.Module, packable: Callable[[nn.Module], bool]) -> frozenset[s
     seen: set[nn.Module] = set()
     try:
         twin = copy.deepcopy(model, memo).eval()
-    except Exception:  # whatever other code keeps in a model
+    except Exception:  # other code may keep anything in a model
         return frozenset()
     layers = [module for module in twin.modules() if packable(module)]
     kinds = {kind: _watched(kind, seen) for kind in {type(layer) for layer in layers}}
@@ -82,7 +82,7 @@ def _try(model: nn.Module, packable: Callable[[nn.Module], bool]) -> frozenset[s
         try:
             with torch.no_grad(), torch.device("meta"), _Zeros(), _without_triton():  # type: ignore[no-untyped-call]
                 twin(**inputs)
-        except Exception:  # it takes other inputs, or its steps depend on values
+        except Exception:  # the model takes other inputs, or its steps depend on values
             continue
     names = twin.named_modules(remove_duplicate=False)
     return frozenset(name for name, module in names if module in seen)
@@ -143,8 +143,8 @@ class _Zeros(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 @contextmanager
 def _without_triton() -> Iterator[None]:
-    """Kernels of Triton raise. Of a tensor without data they read address 0, after which no call of
-    CUDA works in the process: those of flash-linear-attention, which Qwen3.5 takes where it is
+    """Kernels of Triton raise. For a tensor without data they read address 0, after which no call of
+    CUDA works in the process: kernels of flash-linear-attention, which Qwen3.5 takes where it is
     installed, also for a model that lies on the CPU."""
     launcher = getattr(sys.modules.get("triton.runtime.jit"), "JITFunction", None)
     here = get_ident()

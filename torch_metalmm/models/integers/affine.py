@@ -22,7 +22,7 @@ _BITS, _GROUPS = (2, 3, 4, 5, 6, 8), (128, 64, 32)
 
 
 class NoFormat(ValueError):
-    """Nothing is wrong with the tensors, but no affine format has their values."""
+    """The tensors are valid, but no affine format has their values."""
 
 
 @dataclass(frozen=True)

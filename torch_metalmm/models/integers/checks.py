@@ -1,4 +1,4 @@
-"""What the tensors of a layer must be, said of the one that is not."""
+"""Dtypes, shapes and sizes that the tensors of a layer must have; an error names the tensor."""
 
 from __future__ import annotations
 

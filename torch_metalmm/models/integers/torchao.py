@@ -17,7 +17,7 @@ from ...formats._bits import as_bytes
 from .affine import Codes, NoFormat, Rows, affine_rows, from_stream, times_zero
 from .checks import check
 
-# What a zero_point of integers may have: the dtype of the scales is one of them.
+# The dtypes that a zero_point of integers may have, that of the scales among them.
 _NUMBERS = (torch.int8, torch.int32, torch.int64, torch.float16, torch.bfloat16, torch.float32)
 
 
@@ -54,7 +54,7 @@ def _bytes(t: Mapping[str, Tensor], n: int, k: int) -> Rows:
             raise NoFormat("zero_point must be of integers where codes have a byte each")
     q = t["qdata"]
     low, high = (int(value) for value in torch.aminmax(q)) if q.numel() else (0, 0)
-    bits = max(2, (-1 - low).bit_length() + 1, high.bit_length() + 1)  # what the codes take
+    bits = max(2, (-1 - low).bit_length() + 1, high.bit_length() + 1)  # enough for all codes
     half = 2 ** (bits - 1)
     codes = Codes(n, k, bits, lambda rows: (q[rows].to(torch.int16) + half).to(torch.uint8))
     return affine_rows(codes, scale, times_zero(scale, zero + half))

@@ -1,4 +1,4 @@
-"""What LoRA's layers and the checks of PEFT's other methods share; either is imported first."""
+"""Code that LoRA's layers and the checks of PEFT's other methods share; either may come first."""
 
 from __future__ import annotations
 

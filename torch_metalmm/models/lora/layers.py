@@ -102,7 +102,7 @@ class _OnPacked(MergesPacked):
         _put(self.base_layer, weight.to(device), None if bias is None else bias.to(device))
         self._before_merge = None
         self.merged_adapters.clear()
-        self._caches.clear()  # what PEFT would have unmerged with
+        self._caches.clear()  # the tensors with which PEFT would have unmerged
         forget(self.base_layer)
 
     @contextmanager
@@ -232,5 +232,5 @@ def _frozen(t: Tensor) -> nn.Parameter:
     return t if isinstance(t, nn.Parameter) else nn.Parameter(t, requires_grad=False)
 
 
-# In PEFT's table of methods, which every way of adding adapters looks into.
+# Every way of adding adapters looks into PEFT's table of methods.
 PEFT_TYPE_TO_TUNER_MAPPING[PeftType.LORA] = PackedLoraModel

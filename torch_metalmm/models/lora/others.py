@@ -128,8 +128,8 @@ def _wrap(
     setattr(kind, method, wrapped)
 
 
-# What PEFT asks itself before it adds and before it merges adapters, and what it makes of
-# modules_to_save. PEFT's table of methods, where LoRA is entered, cannot hold these checks: the
+# Wrapped: PEFT's own checks before it adds and before it merges adapters, and its class for
+# modules_to_save. PEFT's table of methods, where LoRA is entered, cannot hold our checks: the
 # table is filled while PEFT is being imported.
 _wrap(BaseTuner, "_check_target_module_compatiblity", before=_check_target)
 _wrap(BaseTuner, "inject_adapter", after=_guard_layers)

@@ -1,4 +1,4 @@
-"""What merging adapters into packed weights cost."""
+"""The errors that merging adapters into packed weights cost."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ _ERRORS: WeakKeyDictionary[nn.Module, MergeError] = WeakKeyDictionary()
 
 
 def merge_errors(model: nn.Module) -> dict[str, MergeError]:
-    """What packing again cost each packed layer of `model` that holds merged adapters, by name."""
+    """The error of packing again, by name, of each packed layer of `model` with merged adapters."""
     return {
         n.removesuffix(".base_layer"): _ERRORS[m] for n, m in model.named_modules() if m in _ERRORS
     }

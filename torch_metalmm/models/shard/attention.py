@@ -22,7 +22,7 @@ from .split import heads, scaled
 _QUERIES = {"q_proj", "query", "q", "q_lin", "query_proj", "wq"}
 _KEYS = {"k_proj", "key", "k", "k_lin", "key_proj", "wk"}
 _VALUES = {"v_proj", "value", "v", "v_lin", "value_proj", "wv"}
-_BY_HEAD = "query_key_value"  # those of a head, then those of the next
+_BY_HEAD = "query_key_value"  # q, k, v of a head, then q, k, v of the next
 _OTHERS = {_BY_HEAD, "qkv_proj", "qkv", "c_attn", "Wqkv", "W_pack", "o_proj", "out_proj"}
 _SIZE = ("head_dim", "head_size")
 _COUNTS = frozenset(

@@ -85,7 +85,7 @@ class _Gathered:
 
     def __init__(self) -> None:
         self._weights: dict[int, nn.Parameter | None] = {}
-        self._problem: Exception | None = None  # of rank 0, after a gather and before the next
+        self._problem: Exception | None = None  # rank 0's, after a gather and before the next
 
     def check(self) -> None:
         if self._problem is not None:

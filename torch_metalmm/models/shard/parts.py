@@ -1,4 +1,4 @@
-"""What a plan says of layers: styles, and the part of each layer that a rank gets."""
+"""The entries of a plan: styles of layers, and the part of each layer that a rank gets."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ COLUMNWISE, ROWWISE = "colwise", "rowwise"
 GATHERED, SPLIT_INPUT = "colwise_gather_output", "rowwise_split_input"
 VOCABULARY = "embedding_rowwise"
 REPLICATED = "replicate"
-# What transformers calls the same otherwise.
+# Other names that transformers has for these styles.
 _SAME = {
     "colwise_rep": GATHERED,
     "rowwise_rep": SPLIT_INPUT,
@@ -30,11 +30,11 @@ STYLES = (COLUMNWISE, ROWWISE, GATHERED, SPLIT_INPUT, VOCABULARY, REPLICATED)
 
 @dataclass(frozen=True)
 class Part:
-    """What becomes of one layer: ranges of its rows or columns by rank."""
+    """The division of one layer: ranges of its rows or columns by rank."""
 
     style: str
     ranges: Ranges
-    heads: Heads | None = None  # of the attention that it ends
+    heads: Heads | None = None  # heads of the attention that this layer ends
 
     @property
     def rows(self) -> bool:

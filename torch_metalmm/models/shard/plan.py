@@ -1,4 +1,4 @@
-"""What shard_ does to each layer: read from a plan in transformers' terms, and from the shapes.
+"""The division of a model by shard_: read from a plan in transformers' terms, and from the shapes.
 
 A plan names layers, `*` for numbers, and a style for each. Layers of one parent that feed each
 other ("colwise" into "rowwise") are divided alike: a gated MLP by blocks of its last layer, an
@@ -38,7 +38,7 @@ from .split import even
 
 
 def plan_of(model: nn.Module, given: Mapping[str, str] | None, ranks: int) -> Plan:
-    """What each layer of the model gets. Weights are not read and may be on the meta device.
+    """The parts of the model's layers. Weights are not read and may be on the meta device.
 
     ValueError: experts; a name that no layer has; no plan, given or the model's; and of a given
     plan a style that is none of STYLES and what cannot be divided.
@@ -217,4 +217,4 @@ def _agree_on_ties(model: nn.Module, groups: dict[str, dict[str, str]], plan: Pl
                     why = f"its weight is that of {tied}, too"
                     plan.replicate([each], why)
                     plan.replicate(groups.get(each.rpartition(".")[0], ()), f"{leaf(each)}: {why}")
-                    _agree_on_ties(model, groups, plan)  # of what is whole beside it
+                    _agree_on_ties(model, groups, plan)  # other ties of layers that are whole now
