@@ -73,7 +73,7 @@ def model_config(file: GgufFile) -> tuple[Any, Architecture, dict[str, Any]]:
             f"supported: {', '.join(supported_architectures())}"
         )
     values = config_values(file, row)
-    if row.model_type == "t5" and "enc.blk.1.attn_rel_b.weight" in file.tensors:  # of each layer
+    if row.model_type == "t5" and "enc.blk.1.attn_rel_b.weight" in file.tensors:  # in each layer
         values["model_type"] = "umt5"
         values["tie_word_embeddings"] = False  # as UMT5's own checkpoints say: the head is unscaled
     embedding = file.tensors.get("token_embd.weight")
@@ -229,7 +229,7 @@ def metadata(config: Any) -> tuple[str, Architecture, dict[str, Any]]:
     values |= {key: of(config) for key, of in row.computed.items()}
     if architecture == "olmo":
         values["attention.layer_norm_epsilon"] = (
-            1e-5  # its norms have no weights, and this is theirs
+            1e-5  # the eps of OLMo's norms, which have no weights
         )
     values |= _rotation_values(config, head)
     if row.latent:
@@ -263,7 +263,7 @@ def _typed(key: str, value: Any) -> float | int | str | bool | list[Any]:
 
 
 def llama3_divisors(config: Any, architecture: str) -> Tensor | None:
-    """What Llama 3's scaling divides each frequency of the rotation by; None without it.
+    """The divisors of the rotation's frequencies by Llama 3's scaling; None without such scaling.
 
     ValueError: llama.cpp does not read them in files of the architecture.
     """
@@ -299,7 +299,7 @@ def _add_rope_scaling(file: GgufFile, values: dict[str, Any]) -> None:
     given = file.dense(ROPE_DIVISORS).flatten().double()
     rope = {"rope_type": "llama3", "rope_theta": theta, "factor": float(given.max())}
     rope |= {"low_freq_factor": 1.0, "original_max_position_embeddings": 8192}
-    for high in (4.0, 1.0):  # of Llama 3.1 to 3.3, and 4; only the overall factor differs
+    for high in (4.0, 1.0):  # Llama 3.1 to 3.3, and 4; only the overall factor differs
         expected = divisors(given.numel(), rope | {"high_freq_factor": high})
         if rope["factor"] > 1 and torch.allclose(given, expected, rtol=1e-4):
             values["rope_parameters"] = rope | {"high_freq_factor": high}

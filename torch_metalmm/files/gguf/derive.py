@@ -1,4 +1,4 @@
-"""What a file implies of a config without a key of its own, by llama.cpp's rules.
+"""Attributes of a config that a file implies without a key for them, by llama.cpp's rules.
 
 Each rule takes the values read so far and the file; rows.py says which attribute it makes.
 """
@@ -98,8 +98,8 @@ def _of_kind(values: dict[str, Any], file: GgufFile, key: str, kind: str) -> Any
     return _each(values, file, key)[kinds.index(kind) if kind in kinds else 0]
 
 
-# By lists of a number for each layer, and by tensors: layers that share keys may be twice as wide,
-# those without a window have another count of keys, and take them as values.
+# Read from lists of a number for each layer, and from tensors: layers that share keys may be twice
+# as wide, layers without a window have another count of keys, and take keys as values.
 GEMMA4: dict[str, Rule] = {
     "layer_types": windows,
     "global_head_dim": head_dim,
@@ -137,7 +137,7 @@ def phi3_rotation(values: dict[str, Any], file: GgufFile) -> dict[str, Any]:
 
 
 def most_kv_heads(values: dict[str, Any], file: GgufFile) -> int:
-    """Of layers with attention: one count for each layer says 0 of the others."""
+    """The kv_heads of layers with attention: one count for each layer says 0 of the others."""
     if file.stated("attention.head_count_kv") is None:
         return int(values["num_attention_heads"])
     return max(_each(values, file, "attention.head_count_kv"))
@@ -149,7 +149,7 @@ def granite_layers(values: dict[str, Any], file: GgufFile) -> list[str]:
 
 
 def granite_kv_heads(config: Any) -> list[int]:
-    """What granite_layers reads. ValueError: no layer has a state; such files have other names."""
+    """kv_heads by layer. ValueError: no layer has a state; such models' files have other names."""
     heads = [config.num_key_value_heads * (kind in _ATTENDING) for kind in config.layer_types]
     if all(heads):
         raise ValueError(
@@ -169,7 +169,7 @@ def lfm2_layers(values: dict[str, Any], file: GgufFile) -> list[str]:
 
 
 def lfm2_width(config: Any) -> int:
-    """Of the MLP, as transformers' Lfm2MLP makes it from the config's."""
+    """The width of the MLP, as transformers' Lfm2MLP makes it from the config's."""
     width = int(config.intermediate_size)
     if config.block_auto_adjust_ff_dim:
         width = int(config.block_ffn_dim_multiplier * int(2 * width / 3))
@@ -185,7 +185,7 @@ def lfm2_bias(config: Any) -> bool:
 
 
 def lfm2_kv_heads(config: Any) -> list[int]:
-    """What lfm2_layers reads."""
+    """The counts that lfm2_layers reads."""
     return [config.num_key_value_heads * (kind == _FULL) for kind in config.layer_types]
 
 
@@ -199,12 +199,12 @@ def qwen35_layers(values: dict[str, Any], file: GgufFile) -> list[str]:
 
 
 def qwen35_recurrent(config: Any) -> list[bool]:
-    """What qwen35_layers reads."""
+    """The flags of layers that qwen35_layers reads."""
     return [kind != _FULL for kind in config.layer_types]
 
 
 def full_attention_interval(config: Any) -> int | None:
-    """The same as one number; None: no number makes the config's layers."""
+    """qwen35_recurrent as one number; None: no number makes the config's layers."""
     recurrent = qwen35_recurrent(config)
     every = (recurrent.index(False) if False in recurrent else len(recurrent)) + 1
     made = [(layer + 1) % every != 0 for layer in range(len(recurrent))]
@@ -212,18 +212,18 @@ def full_attention_interval(config: Any) -> int | None:
 
 
 def rows_of_values(config: Any) -> int:
-    """Of the projection that makes the values of a linear layer; its gate has as many."""
+    """Rows of the projection that makes the values of a linear layer; its gate has as many."""
     return int(config.linear_num_value_heads * config.linear_value_head_dim)
 
 
 def rows_of_convolution(config: Any) -> int:
-    """Of the projections that make its queries, keys and values."""
+    """Rows of the projections that make queries, keys and values of a linear layer."""
     keys = config.linear_num_key_heads * config.linear_key_head_dim
     return int(2 * keys + rows_of_values(config))
 
 
 def rows_of_shared(config: Any) -> int:
-    """Of the gate of Granite's shared expert; its up has as many."""
+    """Rows of the gate of Granite's shared expert; its up has as many."""
     return int(config.shared_intermediate_size)
 
 
@@ -249,7 +249,7 @@ def ssm_expand(values: dict[str, Any], file: GgufFile) -> int:
 
 
 def feed_forward(values: dict[str, Any], file: GgufFile) -> int:
-    """By the tensor: the converter of these models states 4 times the width, whatever it is."""
+    """The rows of ffn_up: the converter of these models states 4 times the hidden size, always."""
     entry = file.tensors.get("blk.0.ffn_up.weight")
     return entry.shape[0] if entry is not None else int(file.stated("feed_forward_length"))
 

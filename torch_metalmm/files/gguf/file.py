@@ -20,7 +20,7 @@ from ...models.ggml import type_names
 
 _MAGIC = b"GGUF"
 _VERSIONS = (2, 3)
-_MAX_DIMS = 4  # of a ggml tensor
+_MAX_DIMS = 4  # dimensions of a ggml tensor
 _U32_VALUE, _STRING, _ARRAY = 4, 8, 9
 # struct codes of the fixed-size value types, by their id in the file
 _SCALARS = dict(enumerate("BbHhIif?")) | {10: "Q", 11: "q", 12: "d"}
@@ -31,7 +31,7 @@ _U32, _U64 = struct.Struct("<I"), struct.Struct("<Q")
 _MAX_VALUES, _MAX_TENSORS, _MAX_TEXT = 1 << 12, 1 << 16, 1 << 20
 _MIN_ALIGNMENT = 8  # the specification's default; with it every tensor may be viewed as f32
 
-# By its type alone such a tensor is one of ggml's, which has more bytes: groups of 64.
+# The type alone stands for ggml's tensors, which have more bytes: groups of 64.
 _OTHER_Q2_0 = "; a file of q2_0 in groups of 128, as forks wrote before ggml had it, is not read"
 
 # A private writable map is charged against memory in full, although nothing here writes to it, and
@@ -163,7 +163,7 @@ class GgufFile:
                 raise OSError(error.errno, f"cannot map it: {error.strerror}", self.path) from None
 
     def error(self, what: str) -> ValueError:
-        """What to raise where the file is not as it must be."""
+        """The error to raise where the file is not as it must be."""
         return ValueError(f"cannot read {self.path}: {what}")
 
     def _parse(self) -> None:

@@ -14,8 +14,8 @@ from .file import GgufFile
 # attn_qkv and attn_gate of Qwen3-Next, Q5_K_M q6_k and q5_k, Q3_K_M q4_k and q3_k.
 _NARROW, _WIDE = "q4_k", "q5_k"
 _BEFORE, _FIFTH = 16, 32
-# What is packed again: q8_0 adds the least to the rounding that was there, and its blocks of 32
-# divide what 256 does.
+# The format of rows that are packed again: q8_0 adds the least to the rounding that was there,
+# and its blocks of 32 divide what 256 does.
 ANEW = "q8_0"
 
 

@@ -19,12 +19,12 @@ _RANK, _QUERY_RANK = "attention.kv_lora_rank", "attention.q_lora_rank"
 _HEADS, _ROTATED = "attention.head_count", "rope.dimension_count"
 _KEY, _VALUE = "attention.key_length", "attention.value_length"
 _LOG = "rope.scaling.yarn_log_multiplier"
-_LOG_UNIT = 0.1  # of _LOG, in files of these architectures alone
+_LOG_UNIT = 0.1  # the unit of _LOG, in files of these architectures alone
 _UNSAID = "without a number other than 0 llama.cpp scales scores otherwise than transformers"
 
 
 def latent_config(file: GgufFile, prefix: str, values: dict[str, Any]) -> dict[str, Any]:
-    """What else the config of such a file has, beside the values of its row.
+    """The values of such a file's config beside those of its row.
 
     ValueError: a size is missing, or is none; a rotation by yarn does not say its scale.
     """

@@ -1,4 +1,4 @@
-"""What a conversion of transformers does to the tensors of a GGUF file, found by running it.
+"""The layouts that a conversion of transformers gives GGUF tensors, found by running it.
 
 The conversion runs on tensors whose values say where they are, a byte for each value, so that no
 tensor of the file is decoded to learn whether it may stay packed.
@@ -53,7 +53,7 @@ class TensorMap(ABC):
         """The model tensors that are complete once this one is given: {model name: tensor}."""
 
     def restored(self, name: str, value: Tensor) -> Tensor | None:
-        """What the file has for a vector of the model; None: no more is known of the vector than
+        """The file's vector for a vector of the model; None: no more is known of the vector than
         convert() shows."""
         return None
 
@@ -147,7 +147,7 @@ class TensorMap(ABC):
             with np.errstate(all="ignore"):
                 for name, value in values.items():
                     made |= self.convert(name, value)
-        except Exception:  # whatever transformers' arithmetic on a strange shape raises
+        except Exception:  # transformers' arithmetic on a strange shape may raise anything
             return None
         finally:
             self._forget()

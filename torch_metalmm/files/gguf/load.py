@@ -119,7 +119,7 @@ def _loaded(
     rope = values.get("rope_parameters", {})
     scaling = rope.get("full_attention", rope).get("rope_type")
     if scaling in ("llama3", "proportional") and ROPE_DIVISORS in todo.unused:
-        todo.unused.remove(ROPE_DIVISORS)  # they are in the config
+        todo.unused.remove(ROPE_DIVISORS)  # the config has the divisors
     if scaling == "longrope":
         todo.unused = [name for name in todo.unused if not name.startswith("rope_factors_")]
     _warn(file, todo, dtype, config)
@@ -237,7 +237,7 @@ def _check_buffers(file: GgufFile, model: nn.Module) -> None:
 def _plan(
     file: GgufFile, model: Any, mapping: TensorMap, experts: list[Experts], row: Architecture
 ) -> _Plan:
-    """What becomes of every tensor of the file and of every parameter of the model."""
+    """The place of every tensor of the file and the source of every parameter of the model."""
     state = model.state_dict()
     stacks = {name for item in experts for name in item.tensors}
     targets = {name: mapping.target(name) for name in file.tensors if name not in stacks}

@@ -20,7 +20,7 @@ from .load import model_of
 from .split import open_gguf
 
 _SHARED = ("token_embd.weight", "output.weight", "output_norm.weight", "token_embd_norm.weight")
-NORM = "output_norm.weight"  # those of a head are stored as this one
+NORM = "output_norm.weight"  # the norm of a head is stored as this one
 
 
 class OneLayer(GgufFile):
@@ -28,7 +28,7 @@ class OneLayer(GgufFile):
 
     def __init__(self, file: GgufFile) -> None:
         """ValueError: the file has no such layer."""
-        self.__dict__.update(vars(file))  # its map and what was read of it
+        self.__dict__.update(vars(file))  # the file's map and all that was read
         self._file, kind = file, file.architecture
         count = file.stated("nextn_predict_layers", 0)
         self._layers = file.stated("block_count", 0)

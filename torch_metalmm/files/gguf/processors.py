@@ -98,7 +98,7 @@ class KindsProcessor(GateProcessor):
         return super().process(weights, name, **kwargs)
 
     def restored(self, value: np.ndarray, name: str) -> np.ndarray | None:
-        """As HybridProcessor's."""
+        """The A_log of an ssm_a, None for other vectors. ValueError: as HybridProcessor."""
         return negated_exp(value, name) if name.endswith(".ssm_a") else None
 
 
@@ -136,7 +136,7 @@ class HybridProcessor(TensorProcessor):
 
 
 class GraniteHybridProcessor(HybridProcessor):
-    """The same with interleaved rows of q and k."""
+    """HybridProcessor with interleaved rows of q and k."""
 
     def process(self, weights: np.ndarray, name: str, **kwargs: Any) -> Any:
         if ".attn_q." in name or ".attn_k." in name:

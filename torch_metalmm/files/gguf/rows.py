@@ -57,7 +57,7 @@ _ROUTED = (
 )
 _CORRECTED = {"mlp.gate.e_score_correction_bias": "exp_probs_b.bias"}
 _SIGMOID = {GATING: SIGMOID}
-# What llama.cpp takes where a file has no key: older converters wrote no groups.
+# Values that llama.cpp takes where a file has no key: older converters wrote no groups.
 _ROUTED_ELSE = {
     "n_group": 1,
     "topk_group": 1,
@@ -65,12 +65,12 @@ _ROUTED_ELSE = {
     "routed_scaling_factor": 1.0,
     "first_k_dense_replace": 0,
 }
-_ROTATED = {"rope.scaling.finetuned": True}  # of Granite: whether it has a rotation
-# Of Mistral's models in these files, which scale queries by their position.
+_ROTATED = {"rope.scaling.finetuned": True}  # whether Granite has a rotation
+# Another value: Mistral's models in these files, which scale queries by their position.
 _NO_TEMPERATURE = {"attention.temperature_scale": 0}
 _CHUNKED = {"attention.sliding_window": 8192}  # another value: not the layers of Llama 4
 _LLAMA, _GEMMA = "LlamaTensorProcessor", "Gemma2TensorProcessor"
-_LATENT, _CORRECTION = "LatentProcessor", "CorrectedProcessor"  # of processors.py
+_LATENT, _CORRECTION = "LatentProcessor", "CorrectedProcessor"  # classes in processors.py
 # Flags of every row whose config has such an attribute.
 BIASES = {
     "attention_bias": "attn_(q|qkv|kv_a_mqa).bias",
@@ -181,7 +181,7 @@ class Architecture:
 
 _SCALE = {"query_pre_attn_scalar": derive.gemma_scale}
 _WINDOWS = {"layer_types": derive.windows}
-# Of Granite-Hybrid, whose files are Granite's or Granite-MoE's where no layer has a state.
+# Granite-Hybrid's, whose files are Granite's or Granite-MoE's where no layer has a state.
 _SHARED_MLP = {"expert_shared_feed_forward_length": "shared_intermediate_size"}
 _HEADS = {"num_key_value_heads": derive.most_kv_heads}
 _HYBRID = Architecture(
@@ -426,7 +426,7 @@ ARCHITECTURES = {
         stated={
             "intermediate_size": derive.lfm2_width,
             "block_auto_adjust_ff_dim": lambda config: False,
-            # Of what is adjusted, as a new config has them.
+            # The numbers of the adjustment, as a new config has them.
             "block_ffn_dim_multiplier": lambda config: 1.0,
             "block_multiple_of": lambda config: 256,
             "full_attn_idxs": lambda config: None,  # layer_types says so, too
@@ -447,7 +447,7 @@ ARCHITECTURES = {
             "interleave_moe_layer_step": "interleave_moe_layer_step",
         },
         states=_CHUNKED,
-        # By their number alone llama.cpp knows Scout's 16 from Maverick's, which norms no heads.
+        # llama.cpp tells Scout's 16 experts from Maverick's, which norms no heads, by number.
         derived={"use_qk_norm": lambda v, f: v["num_local_experts"] != 128},
     ),
     "mistral3": Architecture(
@@ -562,7 +562,7 @@ ARCHITECTURES["qwen35moe"] = replace(
     keys=_QWEN35_EXPERTS,
 )
 ARCHITECTURES["t5encoder"] = replace(ARCHITECTURES["t5"], has={"architectures": ["T5EncoderModel"]})
-# Of a name that several models have, rows of files in which a key is this; None: anything but 0.
+# Rows for names that several models have, by a key's value in the file; None: anything but 0.
 VARIANTS: dict[str, tuple[str, int | None, Architecture]] = {
     "granitehybrid": (
         "expert_count",

@@ -145,7 +145,7 @@ def _tensors(
         tensors |= stored_experts(owner, home)
     for target, module, value in parameters_to_save(model, experts):
         if target.endswith(".input_order"):
-            continue  # of columns, which the layer's weight is written by
+            continue  # an order of columns, by which the layer's weight is written
         if target not in names:
             raise ValueError(f"{target} has no place in a GGUF file of a {architecture} model")
         whole, format = _stored(mapping, names[target], target, module, value)
@@ -161,14 +161,14 @@ def _tensors(
 def _stored(
     mapping: TensorMap, name: str, target: str, module: Any, value: Tensor
 ) -> tuple[Tensor, str]:
-    """What the file has for a parameter of the module, all of its sources' rows, and the format."""
+    """The file's tensor for a parameter of the module, all of its sources' rows, and the format."""
     matrix = isinstance(module, nn.Linear | nn.Embedding) and target.endswith(".weight")
     shape = tuple(weight_shape(module) if matrix else value.shape)
     if shape[0] == 1 and mapping.shape({name: shape[1:]}) == shape:
         row = dense_weight(module) if matrix else value
         return row[0].float().cpu(), "f32"  # a matrix of one row is a vector there
     if value.dim() == 3 and mapping.shape({name: (shape[0], shape[2])}) == shape:
-        # Of a convolution of each channel
+        # A convolution of each channel
         return _matrix(mapping, name, target, value[:, 0].float()), "f32"
     if matrix and isinstance(module, QuantLinear | QuantEmbedding):
         return _packed(mapping, name, target, module)
@@ -232,7 +232,7 @@ def _placement(
 
 
 def _others(mapping: TensorMap, name: str, target: str, value: Tensor) -> Tensor:
-    """What of the file becomes this vector, found by what becomes of 0, 1, 2, and so on."""
+    """The file's vector that becomes `value`, found by what becomes of 0, 1, 2, and so on."""
     if value.dim() == 2:  # one norm for each head
         return value
     if (restored := mapping.restored(name, value)) is not None:
@@ -315,7 +315,7 @@ def _same(one: Any, other: Any) -> bool:
     """Whether values are equal as f32, which is what a file has; None and absent are the same."""
     if isinstance(one, dict) and isinstance(other, dict):
         missing = {"partial_rotary_factor": 1.0}
-        # Of a rotation: the older name of rope_type, and what the config itself has.
+        # A rotation's older name of rope_type, and a key that the config itself has, are left out.
         keys = (one.keys() | other.keys()) - {"type", "max_position_embeddings"}
         return all(_same(one.get(k, missing.get(k)), other.get(k, missing.get(k))) for k in keys)
     if isinstance(one, float | int) and isinstance(other, float | int):

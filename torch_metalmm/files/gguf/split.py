@@ -28,7 +28,7 @@ def is_gguf(path: Path) -> bool:
 
 
 def model_of(name: str) -> tuple[str, str | None]:
-    """What the files of one model have in common: its name, and how many parts it has, if split."""
+    """The name that all files of one model share, and how many parts it has, if split."""
     split = PART.fullmatch(name)
     return (split["model"], split["parts"]) if split else (name, None)
 
@@ -73,7 +73,7 @@ class SplitFile(GgufFile):
         super().__init__(parts[0])
         self.parts = parts
         _check_part(self, self, 0, len(parts))
-        self._homes: dict[str, GgufFile] = {}  # of the tensors of other parts
+        self._homes: dict[str, GgufFile] = {}  # by the names of the tensors of other parts
         for number, path in enumerate(parts[1:], 1):
             part = GgufFile(path)
             _check_part(part, self, number, len(parts))

@@ -9,7 +9,7 @@ from .vocabulary import PRE
 
 _GGML = "tokenizer.ggml."
 _TOKENS = f"{_GGML}tokens"
-# What a tokenizer is made of besides scalars; at most this many elements for each token. Llama 3
+# Arrays that make a tokenizer, with the most elements that they may have for each token. Llama 3
 # has 2.2 merges for each; T5's character map is one array of bytes.
 _ARRAYS = {
     _TOKENS: 1,
@@ -44,7 +44,7 @@ def tokenizer(file: GgufFile, config: Any) -> Any:
     model = parts.get("tokenizer_type")
     if model == "llama":  # as llama.cpp, where an old file does not say
         given.setdefault("add_bos_token", True)
-    elif model == "gemma4":  # its chat template has the token
+    elif model == "gemma4":  # Gemma 4's chat template has the token
         given["add_bos_token"] = False
     for name, key in _SPECIAL.items():
         number = file.metadata.get(f"{_GGML}{key}_token_id")

@@ -33,7 +33,7 @@ _SPACES: tuple[Any, ...] = (
     ({"type": "Sequence", "normalizers": [_SPACE]}, None),
     *((None, _META | {"prepend_scheme": when}) for when in ("first", "always", "never")),
 )
-_NAME = re.compile(r"\w+", re.ASCII)  # of a template, in a key
+_NAME = re.compile(r"\w+", re.ASCII)  # the name of a template, in a key
 # Token types of ggml.
 _NORMAL, _UNKNOWN, _CONTROL, _USER_DEFINED, _UNUSED, _BYTE = 1, 2, 3, 4, 5, 6
 # The name that a file gave to the splitting, in init_kwargs: transformers does not know all.
