@@ -22,7 +22,7 @@ def of_machine(error: Exception) -> bool:
 
 @contextmanager
 def blaming(path: str | os.PathLike[str], step: str) -> Iterator[None]:
-    """Whatever other code raises on strange contents becomes ValueError: path, step, its message.
+    """Errors of other code on strange contents become ValueError: path, step, the error's message.
 
     An error of_machine passes, and so does one that names the path already.
     """

@@ -1,4 +1,4 @@
-"""What a model folder says of itself: its config, who packed its weights, its tokenizer."""
+"""The config of a model folder, who packed the folder's weights, and its tokenizer."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any
 from .blame import blaming
 from .owned import CONFIG, packed_weights
 
-QUANT_METHOD = "metalmm"  # what config.json calls the packing, among transformers' methods
+QUANT_METHOD = "metalmm"  # the packing's name in config.json, among transformers' methods
 
 
 def is_packed(folder: str | os.PathLike[str]) -> bool:

@@ -1,4 +1,4 @@
-"""What the headers of safetensors files say of their tensors."""
+"""The tensors of safetensors files, as the files' headers list them."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def read_headers(files: Sequence[str]) -> dict[str, Found]:
     found: dict[str, Found] = {}
     for file in files:
         with _opened(file) as opened:
-            for key in opened.keys():  # noqa: SIM118  # it is no dict
+            for key in opened.keys():  # noqa: SIM118  # `opened` is no dict
                 tensor = opened.get_slice(key)
                 shape = tuple(tensor.get_shape())
                 if key in found:

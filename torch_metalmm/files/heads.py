@@ -109,7 +109,7 @@ def has_head(source: Path) -> bool:
 
 
 def of_heads(keys: Iterable[str]) -> set[str]:
-    """Those of a checkpoint's names that are of heads: a model has no place for them."""
+    """The names in a checkpoint that are of heads: a model has no place for them."""
     names = {key: text_name(key) or "" for key in keys}
     mark = "eh_proj.weight"
     layers = [n.removesuffix(mark) for n in names.values() if n.endswith(f".{mark}")]

@@ -22,7 +22,7 @@ from ..extras import require
 from .gguf.split import model_of, part_names
 from .untrusted import check_index
 
-# Of the top folder; originals, ONNX and other twins of the weights lie in folders below it.
+# Files of the top folder; originals, ONNX and other twins of the weights lie in folders below.
 _SUFFIXES = (".json", ".safetensors", ".jinja", ".model", ".txt", ".tiktoken")
 _MODULE = re.compile(r"\d+_\w+/[\w.]+\.(json|safetensors)")  # a file beside modules.json's model
 _USUAL = "Q4_K_M"  # where a repository has several: the choice of llama.cpp and Ollama, too
@@ -51,7 +51,7 @@ class Named:
 
 
 def hub_name(text: str) -> Named | None:
-    """What the text names on the hub; None: only a path can be meant."""
+    """The model that the text names on the hub; None: only a path can be meant."""
     found = _NAME.fullmatch(_PREFIX.sub("", text, count=1))
     if found is None or found["repo"].endswith(".gguf"):
         return None
@@ -80,7 +80,7 @@ def fetch(name: str | os.PathLike[str], check: Callable[[Path], object] | None =
     path = expanded(name)
     named = hub_name(os.fspath(name))
     if path.exists() or named is None or (named.file and path.parent.is_dir()):
-        return path  # its reader says what is wrong with it
+        return path  # the path's reader says what is wrong there
     require(f"{named}, a name on the hub,", "huggingface_hub")
     repo = _Repository(named.repo)
     folder = _folder_files(repo.files) if named == Named(named.repo) else []
@@ -187,7 +187,7 @@ class _Repository:
                 f"{self.repo}: no such file or folder here, and {self._host()} has no such model, "
                 "or a private one (`hf auth login`)"
             ) from None
-        except Exception as error:  # of whichever HTTP library huggingface_hub uses
+        except Exception as error:  # errors of whichever HTTP library huggingface_hub uses
             raise self._unreachable(error) from error
         self.revision = info.sha
         self.files = [file.rfilename for file in info.siblings or []]
@@ -198,7 +198,7 @@ class _Repository:
 
         if self.absence:
             folder = self._cached()
-            assert folder is not None  # it told the names
+            assert folder is not None  # the folder told the names
             names = sorted({*names, *check_index(folder)})
             if missing := [name for name in names if not (folder / name).exists()]:
                 raise ConnectionError(

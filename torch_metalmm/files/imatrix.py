@@ -121,7 +121,7 @@ def _write_gguf(path: Path, matrix: Imatrix) -> None:
 
     class Writer(GGUFWriter):
         def add_architecture(self) -> None:
-            """There is none."""
+            """Write nothing: an importance matrix is of no architecture."""
 
     writer = Writer(path, "")
     writer.add_type("imatrix")

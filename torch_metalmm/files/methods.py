@@ -103,7 +103,7 @@ def _compressed(quantization: Mapping[str, Any]) -> Method:
 
 
 class _Scheme(NamedTuple):
-    """What a group of config_groups says of its weights; None: nothing."""
+    """The entry `weights` of a group of config_groups; None: not stated."""
 
     bits: int | None
     strategy: str | None

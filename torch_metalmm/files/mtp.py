@@ -29,7 +29,7 @@ from .mlx.layout import Quantization
 from .mlx.load import pop_quantization, put
 from .source import Source
 
-_LAYER = "block.model.layers.0."  # of an MtpHead
+_LAYER = "block.model.layers.0."  # the layer of an MtpHead
 
 
 def load_mtp(model: Any, path: str | os.PathLike[str], format: Spec | None = None) -> MtpHead:
@@ -40,7 +40,7 @@ def load_mtp(model: Any, path: str | os.PathLike[str], format: Spec | None = Non
     places). format: a spec as quantize_ takes it, for the layer behind the model's last and its
     eh_proj (`model.layers.46.eh_proj`, say); a pattern may match none. By default a head that GGUF
     or MLX packed keeps its bytes, and another is packed in the commonest format of the model's
-    packed layers, or not where it has none. Of several heads the first is read. The embedding and
+    packed layers, or not where it has none. The first of several heads is read. The embedding and
     the output head are the model's own. Give generate() a `Mtp(model, head)` of hf.mtp as its
     draft; fuse_(head, cache=...) makes its ops fewer.
 
@@ -87,8 +87,8 @@ def _of_folder(model: Any, path: Path) -> tuple[MtpHead, bool]:
 
 
 def _quantization(path: Path) -> Quantization | None:
-    """What the config says of a head that MLX packed: nothing in a packed folder, into which the
-    head came as it was. The shapes of its tensors tell MLX's modes apart."""
+    """The config's entries on a head that MLX packed: none in a packed folder, into which the head
+    came as it was. The shapes of its tensors tell MLX's modes apart."""
     return Quantization({}) if is_packed(path) else pop_quantization(path, read_config(path))
 
 
@@ -102,7 +102,7 @@ def _pack(head: MtpHead, spec: Spec, number: int) -> None:
         own = f"model.layers.{number}.{name.removeprefix(_LAYER)}"
         names = [own]
         if not packable(module) and not callable(spec):
-            names.append(own.rpartition(".")[0])  # of experts, whose name is that of a stack
+            names.append(own.rpartition(".")[0])  # experts have the name of a stack
         return chooser([(each, module) for each in names])
 
     quantize_(head, format_of, progress=False)

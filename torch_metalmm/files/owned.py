@@ -15,7 +15,7 @@ from .staging import cannot_write, check_writable, settle
 CONFIG = "config.json"
 INDEX = "model.safetensors.index.json"
 
-# What transformers reads in preference to, or beside, what a new tokenizer writes.
+# Files that transformers reads in preference to, or beside, the files of a new tokenizer.
 _TOKENIZER = ("tokenizer.json", "added_tokens.json", "special_tokens_map.json")
 _TEMPLATES = ("chat_template.jinja", "chat_template.json", "additional_chat_templates/*.jinja")
 _OTHERS = ("pytorch_model*", "tf_model*", "flax_model*", "consolidated*.safetensors")

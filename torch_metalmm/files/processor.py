@@ -1,4 +1,4 @@
-"""What a model folder has for inputs beside texts: transformers' processor of images."""
+"""transformers' processor in a model folder, for images beside texts."""
 
 from __future__ import annotations
 

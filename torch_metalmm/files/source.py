@@ -76,7 +76,7 @@ class Source:
         return self.convert(name, self._files[file].get_tensor(key))
 
     def take(self, name: str) -> Tensor:
-        """The same tensor, which leaves the keys. ValueError: there is none."""
+        """The tensor that read() gives; the name leaves the keys. ValueError: there is none."""
         if name not in self.keys:
             raise ValueError(f"{self.path} has no tensor for {name}")
         tensor = self.read(name)

@@ -100,8 +100,8 @@ def check_writable(folder: Path) -> None:
 def replaced(path: Path) -> Iterator[Path]:
     """A file of the same name to write, which takes the place of `path` once it is whole.
 
-    It is on the disk before. What killed saves left in the folder is removed. OSError that names
-    `path`: the disk is full, the folder cannot be written.
+    The file is on the disk before. Files that killed saves left in the folder are removed.
+    OSError that names `path`: the disk is full, the folder cannot be written.
     """
     with _errors_name(path, kind=""):
         _sweep(path.parent)
@@ -131,7 +131,7 @@ def _own_folder(parent: Path) -> tuple[Path, int]:
 def _sweep(parent: Path) -> None:
     """Remove the folders of single files whose processes are gone."""
     for work in parent.glob(f"{_ALONE}*"):
-        with suppress(OSError):  # it is gone, is written, or cannot be locked
+        with suppress(OSError):  # the folder is gone, is written, or cannot be locked
             lock = os.open(work, os.O_RDONLY)
             try:
                 fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -153,7 +153,7 @@ def _settle(target: Path) -> None:
                     place.unlink()
         _sync_folders(target, names)
         for folder in _folders(names):
-            with suppress(OSError):  # it has other files
+            with suppress(OSError):  # the folder has other files
                 (target / folder).rmdir()
         shutil.rmtree(work, ignore_errors=True)
 
@@ -265,7 +265,7 @@ def _errors_name(target: Path, kind: str = "to the folder ") -> Iterator[None]:
     """OSErrors of writing name what cannot_write() names; safetensors' errors become such."""
     try:
         yield
-    except ConnectionError:  # of an upload
+    except ConnectionError:  # an upload's
         raise
     except OSError as error:
         if error.errno is None:  # some library's own, with its own words

@@ -1,4 +1,4 @@
-"""What the files of a model folder may not do: have code fetched, or have other files read.
+"""Files of a model folder may not have code fetched, nor have files elsewhere read.
 
 transformers' own loaders run no code of a folder unless trust_remote_code is set. Two ways remain:
 a config may name a repository, whose attention kernels are fetched and run, and the index of the

@@ -1,4 +1,4 @@
-"""What an MLX checkpoint says of its quantization, and how its tensors are our packed bytes."""
+"""The quantization that an MLX checkpoint states, and its tensors as our packed bytes."""
 
 from __future__ import annotations
 

@@ -133,7 +133,7 @@ def _parts(owner: str, leaf: str, module: Any, value: Tensor) -> dict[str, Tenso
 
 
 def _head_tensors(head: MtpHead, model: Any) -> tuple[dict[str, Tensor], dict[str, Packing]]:
-    """As _mlx_tensors, of a head."""
+    """The tensors of a head and its packings by layer, as _mlx_tensors gives a model's."""
     tensors, layers = _mlx_tensors(head.block)
     for owner in OWN:
         module = head.get_submodule(owner)
@@ -171,7 +171,7 @@ def _mlx_config(model: Any, layers: dict[str, Packing]) -> dict[str, Any]:
 
 
 def _older_names(values: dict[str, Any], rope: dict[str, Any]) -> dict[str, Any]:
-    """What mlx-lm looks for under the names that transformers had before its version 5."""
+    """The entries that mlx-lm looks for under the names of transformers before version 5."""
     older: dict[str, Any] = {
         key: rope[key] for key in ("rope_theta", "partial_rotary_factor") if key in rope
     }
