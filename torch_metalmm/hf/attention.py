@@ -1,8 +1,8 @@
 """attn_implementation="metalmm": attention of any model of transformers by the op `attention`.
 
-It reads a PackedCache where that lies, and the dense keys and values of every other cache; many
-queries it gives to torch's SDPA where that is the faster. A gradient, dropout and what the op does
-not know go to transformers' attention function of SDPA.
+The function reads a PackedCache where that lies, and the dense keys and values of every other
+cache; many queries go to torch's SDPA where that is the faster. A gradient, dropout and what the op
+does not know go to transformers' attention function of SDPA.
 """
 
 from __future__ import annotations
@@ -135,8 +135,8 @@ def attention_forward(
 def mask_of(*args: Any, **kwargs: Any) -> Tensor | None:
     """The mask that transformers makes for sdpa; None, too, for a token that sees its whole window.
 
-    For such a token transformers makes, at every step, a mask that hides nothing. Of a PagedCache,
-    and of a step that is recorded, the op knows what a query sees.
+    For such a token transformers makes, at every step, a mask that hides nothing. With a
+    PagedCache, and in a step that is recorded, the op knows what a query sees.
     """
     may_skip = not args and kwargs.get("allow_is_causal_skip")
     if may_skip and (isinstance(kwargs.get("q_offset"), Offset) or _sees_all(kwargs)):

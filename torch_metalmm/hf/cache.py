@@ -5,11 +5,10 @@ or uint8 [B, kv_heads, capacity, row_bytes] of packed rows. New rows are written
 tensor is replaced by one of twice the slots, at most STEP more. A sliding window keeps its rows in
 the order of their positions, as masks have them; PackedSlidingLayer says what that costs.
 
-What update() returns: of a dense format a view of the rows, which any attention function reads. Of
-packed rows, decoded ones, a tensor too, unless the model's attention function is "metalmm": that
-one reads packed rows, so it gets them, as PackedRows, which decode themselves where any other code
-of the model uses them. A layer that fuse_ has changed calls room() instead, and writes and reads
-the rows by two ops.
+update() returns a view of rows of a dense format, which any attention function reads, and a tensor
+of packed rows decoded, unless the model's attention function is "metalmm": that one reads packed
+rows, so it gets PackedRows, which decode themselves where any other code of the model uses them. A
+layer that fuse_ has changed calls room() instead, and writes and reads the rows by two ops.
 """
 
 from __future__ import annotations
@@ -111,7 +110,7 @@ class PackedCache(Cache):
             raise
 
     def expect(self, rows: int) -> None:
-        """So many rows will be held, as far as one knows: room for them is made when some is.
+        """Note how many rows will be held, as far as one knows: room for them is made when some is.
 
         Each time that a cache grows, its steps are recorded anew.
         """

@@ -95,7 +95,7 @@ def check_stored(model: Any, jobs: list[Job], found: dict[str, Found]) -> None:
             raise ValueError(f"the checkpoint has no tensor for the packed {job.parameters[0]}")
         dense = job.sites[0][1]
         *rows, k = dense.shape if isinstance(dense, Stack) else weight_shape(dense)
-        want = (*rows, formats.get(job.format).row_bytes(k))  # of the whole, where it is sharded
+        want = (*rows, formats.get(job.format).row_bytes(k))  # the whole weight's, if sharded
         for name in job.parameters:
             tensor = found.get(name)
             if tensor is not None and (tensor.dtype, tensor.shape) != ("U8", want):
@@ -146,7 +146,7 @@ def shape_in_words(layer: Any) -> str:
 
 
 def finish_loaded(model: nn.Module) -> None:
-    """What the layers need once their bytes are there. ValueError: an input_order is none."""
+    """Finish layers whose bytes are there. ValueError: an input_order is no order of its inputs."""
     for name, module in model.named_modules():
         if isinstance(module, QuantEmbedding):
             module.reset_scale()

@@ -85,7 +85,7 @@ class MetalMMConfig(QuantizationConfigMixin):
             raise ValueError("MetalMMConfig names no format: give one, as in MetalMMConfig('q4_k')")
 
     def to_dict(self) -> dict[str, Any]:
-        """What config.json holds: the method and every field that is set."""
+        """The entry of config.json: the method and every field that is set."""
         fields = {key: value for key, value in super().to_dict().items() if value}
         return fields | {"quant_method": QUANT_METHOD}
 

@@ -18,7 +18,7 @@ _METHOD = "_prepare_cache_for_generation"
 
 
 class DefaultCache:
-    """What generate() of `model` asks for its cache. The model stays the object that it was.
+    """The maker of a cache for generate() of `model`. The model stays the object that it was.
 
     Only a cache that generate() would choose on its own is another one: not one that the caller
     gives, and not that of a cache_implementation. A forward outside of generate() makes the cache

@@ -55,8 +55,8 @@ def save_beside(
     stale: Collection[str] = (),
     **options: Any,
 ) -> None:
-    """As save_packed, of a model that is not sharded; files, {name in the folder: file}, are copied
-    with it. stale: files of the model that was there, which go with it."""
+    """save_packed for a model that is not sharded; files, {name in the folder: file}, are copied
+    beside it. stale: files of the model that was there, which go with it."""
     from .config import stored_config
     from .save import check_save
 

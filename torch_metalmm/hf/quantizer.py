@@ -228,7 +228,7 @@ class _Pack(ConversionOps):
 
 def _pack(name: str, weight: Tensor, job: Job, model: nn.Module) -> Tensor:
     dense = job.sites[0][1]
-    if not isinstance(model.get_submodule(name.rpartition(".")[0]), Sharded):  # its part was cut
+    if not isinstance(model.get_submodule(name.rpartition(".")[0]), Sharded):  # cut already
         check_shape(name, tuple(weight.shape), dense)
         weight = weight.t() if is_conv1d(dense) else weight
     check_weight(name, weight)

@@ -81,7 +81,7 @@ def _check_layers(model: Any) -> None:
 
 
 def _of_experts(layer: Any) -> str:
-    """What experts are made of; gate and up may be one stack or two."""
+    """Sizes, gate and biases of experts, in words; gate and up may be one stack or two."""
     biases = sorted(name for name in layer._parameters if name.endswith("_bias"))
     sizes = f"{layer.num_experts} x {layer.hidden_dim} x {layer.intermediate_dim}"
     gate = dataclasses.replace(layer.gate, interleaved=False)
@@ -107,7 +107,7 @@ def _save_pretrained(
         return
     target, weights = check_save(self, save_directory)
     attach(self)
-    if given.get("push_to_hub"):  # it names the repository after the folder
+    if given.get("push_to_hub"):  # the repository has the folder's name
         options.setdefault("repo_id", target.resolve().name)
     with staged(target, lambda names: obsolete_weights(weights, given.get("variant"))) as staging:
         _save(self, staging, *args, **options)

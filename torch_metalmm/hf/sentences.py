@@ -1,10 +1,10 @@
-"""What sentence-transformers' models need to know of packed layers.
+"""Packed layers in sentence-transformers' models.
 
-They cast modules to the dtype of their first parameter. With packed embeddings it would be uint8,
-which nn.Module.to refuses, so float parameters come first.
+These models cast modules to the dtype of their first parameter. With packed embeddings it would be
+uint8, which nn.Module.to refuses, so float parameters come first.
 
-They save each module by itself. That of transformers keeps its packed layers (save.py); another, as
-Dense, would be read as a dense one of another shape, so it is refused.
+The models save each module by itself. transformers' module keeps its packed layers (save.py);
+another, as Dense, would be read as a dense one of another shape, so it is refused.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """Whether a model still computes what it computed, without a call of it.
 
-What decides which code of Python runs is compared: what modules have beside the values of their
-tensors (numbers, parameters, children, hooks), the code of their classes and the functions that
-it names, configs, and the functions that transformers knows by a name.
+The settings that decide which code of Python runs are compared: what modules have beside the values
+of their tensors (numbers, parameters, children, hooks), the code of their classes and the functions
+that it names, configs, and the functions that transformers knows by a name.
 """
 
 from __future__ import annotations
@@ -18,16 +18,16 @@ from ..nn.settings import named_functions
 from ..nn.watch import hooks_are_known
 
 _LIBRARIES = frozenset(("torch", "transformers", "torch_metalmm"))
-_OTHER_HOOKS = ("_state_dict", "_load_state_dict")  # of a module, which no forward calls
+_OTHER_HOOKS = ("_state_dict", "_load_state_dict")  # a module's, which no forward calls
 _HOOKS = [
     d for n, d in vars(torch_module).items() if n.startswith("_global_") and isinstance(d, dict)
 ]
 
 
 class Unchanged:
-    """What a model is as this is made. why: what code of it nobody has read, or "".
+    """A model as it is when the object is made. why: code in it that nobody has read, or "".
 
-    It keeps what it compares, weights too, alive.
+    The object keeps alive all that it compares, weights too.
     """
 
     def __init__(self, model: nn.Module) -> None:
@@ -40,7 +40,7 @@ class Unchanged:
             if each is not object
         )
         found: list[Any] = [*_HOOKS]
-        for interface in by_name:  # its functions, and all interfaces'
+        for interface in by_name:  # an interface's functions, and all interfaces'
             found += [interface._local_mapping, interface._global_mapping]
         for module in modules.values():
             own = module.__dict__
@@ -92,7 +92,7 @@ def _foreign_attention(functions: Any, config: Any) -> str:
 
 
 def _foreign(name: str, module: nn.Module) -> str:
-    """What code that nobody has read may do in the module, or ""."""
+    """A sentence on code of the module that nobody has read, or ""."""
     if _library(module) not in _LIBRARIES:
         return f"{name} is a {type(module).__name__}, which may do anything"
     if module.training and _library(module) != "torch_metalmm":

@@ -9,7 +9,7 @@ from ... import formats
 ATTENTION = "metalmm"
 
 
-# What follows the name of a format whose rows are those of torch.ops.metalmm.hadamard(values).
+# The end of a format's name if its rows are those of torch.ops.metalmm.hadamard(values).
 _ROTATED = "_rotated"
 
 

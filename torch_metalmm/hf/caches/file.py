@@ -30,7 +30,7 @@ from .layers import DTYPE_NAMES, PackedLayer
 KEY, VERSION = "metalmm_cache", 1
 _FIELDS = ("length", "base", "dtype", "dims")
 _DTYPES = {str(dtype).removeprefix("torch."): dtype for dtype in DTYPE_NAMES}
-_MOST = 1 << 40  # of positions, and of values in a row
+_MOST = 1 << 40  # positions, and values in a row
 _ROWS = ("keys", "values")
 
 
@@ -138,9 +138,9 @@ class File:
                 )
 
     def _check_heads(self, i: int, config: Any, heads: int, dims: tuple[int, int]) -> None:
-        """They are those that the config says, where it says them."""
+        """ValueError: heads or dims are not those that the config says, where it says them."""
         if getattr(config, "kv_lora_rank", None):
-            return  # what such a model makes of its head sizes and puts in a cache is its own
+            return  # a model with a latent puts rows of sizes of its own in a cache
         said = config.per_layer_config[i]
         sizes = _said(said, "head_dim", "global_head_dim", "qk_head_dim", "v_head_dim")
         for size in dims:

@@ -28,13 +28,13 @@ class Offset(int):
 class Room(NamedTuple):
     """Where a step's rows go, and what its queries see, as the ops take them."""
 
-    formats: tuple[str, str]  # of keys and values
+    formats: tuple[str, str]  # the keys', the values'
     new_keys: Tensor
     new_values: Tensor
-    slots: Tensor  # of the new rows in them
+    slots: Tensor  # where the new rows go in new_keys and new_values
     keys: Tensor
     values: Tensor
-    length: Tensor | None  # of their slots so many hold rows; None: all
+    length: Tensor | None  # how many slots of keys and values hold rows; None: all
     pages: Tensor | None = None
     window: int = 0
 
@@ -58,7 +58,7 @@ class PackedLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]
         """format: "K/V", or one name of both; None: of the first keys' dtype."""
         super().__init__()  # type: ignore[no-untyped-call]
         names = None if format is None else format.split("/")
-        # Of keys and of values; None before the first keys.
+        # The formats of keys and of values; None before the first keys.
         self.formats: Any = None if names is None else (names[0], names[-1])
         self.end = 0  # the slots below hold rows
         self.base = 0  # the position of slot 0
@@ -176,11 +176,11 @@ class PackedLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]
         self.dtype = k.dtype  # rows of any dtype decode to the model's
 
     def _has_rows(self) -> bool:
-        """Before it gets those of the step that has begun."""
+        """Whether the layer has rows from before the step that has begun."""
         return self.position() > 0
 
     def takes(self, batch: int, heads: int, size: int) -> bool:
-        """It has slots for keys [batch, heads, S, size]."""
+        """Whether the layer has slots for keys [batch, heads, S, size]."""
         if not self.is_initialized:
             return False
         rows = self.keys.shape
@@ -280,10 +280,10 @@ class PackedLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]
         if base != 0:
             raise ValueError(f"base: {base}; must be 0, this layer sees all that was before")
 
-    # ---- what a cache is asked
+    # ---- questions to a cache
 
     def position(self) -> int:
-        """That of the next row."""
+        """The position of the next row."""
         return self.base + self.end
 
     def rewind(self, position: int) -> None:
@@ -292,7 +292,7 @@ class PackedLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]
     def get_seq_length(self) -> Any:
         """The rows that count: those before a step that has not reached all layers.
 
-        Of a step that is recorded a tensor, which no code can take for a number that stays.
+        A recorded step gives a tensor, which no code can take for a number that stays.
         """
         if self.slots.fixed is not None:
             return self.slots.fixed.position
@@ -312,7 +312,7 @@ class PackedLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]
         first = self._first_seen(end)
         return end - first + query_length, self.base + first
 
-    # ---- what is done to a cache
+    # ---- changes of a cache
 
     def reset(self) -> None:
         """No rows, in the same memory."""
@@ -404,7 +404,7 @@ class PackedSlidingLayer(PackedLayer):  # type: ignore[no-untyped-call]
     def _make_room(self, count: int) -> None:
         slots, most = self.keys.shape[2], self.sliding_window - 1 + SLACK
         is_long = slots > most and self.end - self._first_kept() + count <= most
-        if is_long:  # of a prompt that was longer than the window
+        if is_long:  # after a prompt longer than the window
             self._move(self._first_kept(), most)
         super()._make_room(count)
 

@@ -4,8 +4,8 @@ A layer has two tensors, keys and values [1, kv_heads, slots, row], of which pag
 pages of 64 slots; the states of recurrent layers lie beside them (pooled.py). A forward reads and
 writes rows of the texts that begin_step() names: a token, or a part of a prompt, of each. Texts
 that join, leave or grow move no rows, and those with a common beginning read its rows at one place.
-What a failed step has written lies behind all lengths, so no text sees it; states have moved on,
-and the step's texts are to end.
+Rows of a failed step lie behind all lengths, so no text sees them; states have moved on, and the
+step's texts are to end.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ __all__ = ["PagedCache", "PoolFull", "Step", "Text", "default_memory", "paged_ca
 
 ops = torch.ops.metalmm
 
-KEPT = 0.25  # of the memory behind the states of texts under way
+KEPT = 0.25  # a share of the memory behind the states of texts under way
 
 
 class Step:
@@ -97,14 +97,14 @@ class Text:
             raise
 
     def extend(self, tokens: Sequence[int], is_shared: bool = True) -> None:
-        """These tokens have rows. is_shared: the owner's other texts may find them."""
+        """Add tokens that have rows now. is_shared: the owner's other texts may find them."""
         full = len(self.tokens) // SLOTS
         self.tokens.extend(tokens)
         if is_shared and len(self.tokens) // SLOTS > full:
             self.cache.pages.publish(self.pages, self.tokens, self.owner)
 
     def keep_states(self) -> None:
-        """Of recurrent layers, for texts that begin with all these tokens, whose pages are full."""
+        """Keep recurrent states for texts that begin with all these tokens, in full pages."""
         pages = self.cache.pages
         known = pages.find(self.tokens, len(self.tokens), self.owner)  # may be another text's
         if len(known) == len(self.pages):
@@ -112,7 +112,7 @@ class Text:
         pages.release(known)
 
     def end(self) -> None:
-        """Its pages may go when others need their place."""
+        """The text's pages may go when others need their place."""
         self._drop(0)
         self.cache.states.end(self)
         self.tokens = []
@@ -139,7 +139,7 @@ class PagedLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]
             )
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
-        """There is nothing to do."""
+        """Nothing is left to do: the layer has all slots."""
 
     def update(self, *args: Any, **kwargs: Any) -> Any:
         raise NotImplementedError("rows are written by update() of the cache")
@@ -199,7 +199,7 @@ class PagedCache(Cache):
         slots = self.pages.count * SLOTS
         super().__init__(layers=[_paged(x, slots) for x in like])
         self.with_rows = [layer for layer in self.layers if isinstance(layer, PagedLayer)]
-        self.slots = slots  # of all texts
+        self.slots = slots  # all texts'
         self.step: Step | None = None
 
     def begin_step(self, texts: Sequence[Text], count: int) -> Tensor:
@@ -247,7 +247,7 @@ def _paged(like: Any, slots: int) -> Any:
 
 
 def paged_cache(model: Any, format: str, memory: int | None, texts: int = 1) -> PagedCache:
-    """Of a model whose attention function is "metalmm", which reads a token to show its rows.
+    """The cache of a model with the attention function "metalmm", which reads a token to show rows.
 
     memory: as PagedCache; None: a quarter of what is free, of which the states of texts under way
     take no more than half: of fewer than `texts`, down to one, where theirs would.

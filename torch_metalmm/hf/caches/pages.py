@@ -30,7 +30,7 @@ class Pages:
     _references: list[int] = field(default_factory=list)
     _known: dict[_Key, int] = field(default_factory=dict)
     _keys: dict[int, _Key] = field(default_factory=dict)  # the other way round
-    _serials: list[int] = field(default_factory=list)  # of what a page holds, never the same twice
+    _serials: list[int] = field(default_factory=list)  # serial of a page's contents, never reused
     _idle: OrderedDict[int, None] = field(default_factory=OrderedDict)  # known, no text's
     _made: int = 0
 
@@ -62,7 +62,7 @@ class Pages:
         return page
 
     def release(self, pages: Sequence[int]) -> None:
-        """A text is over, or cropped. Of its pages the last goes before those that it follows."""
+        """A text is over, or cropped. Its last page goes before the pages that it follows."""
         for page in reversed(pages):
             self._references[page] -= 1
             if self._references[page]:
@@ -120,7 +120,7 @@ class Pages:
                 follows = self._keys[at][0]
                 if isinstance(follows, bytes):
                     break
-                at = of_serial.get(follows)  # None: it is gone, and nobody finds this one
+                at = of_serial.get(follows)  # None: that page is gone, and nobody finds this one
             if at is None:
                 continue
             for page in reversed(chain):

@@ -22,7 +22,7 @@ from .rows import lasting
 
 
 class PooledStates:
-    """Of a cache whose layers are `like`, which hold a row of the model, for `count` texts."""
+    """States of `count` texts in a cache whose layers are `like`, which hold a row of the model."""
 
     def __init__(self, like: Sequence[Any], count: int, kept: int) -> None:
         """kept: states that are kept beside those of texts under way."""
@@ -35,7 +35,7 @@ class PooledStates:
                 for states, i, state in _states(recurrent)
             ]
             self._free = [[torch.empty_like(t[0]) for *_, t in self._pools] for _ in range(kept)]
-        # By the rows of a step, made once: a step that is recorded is of these tensors.
+        # Views by the rows of a step, made once: a step that is recorded is of these tensors.
         self._views: dict[tuple[int, int], list[Tensor]] = {}
         # The row of the step's first text, and whether all of them have read tokens.
         self.first, self.goes_on = 0, False
@@ -44,7 +44,7 @@ class PooledStates:
 
     @staticmethod
     def bytes_of(like: Sequence[Any]) -> int:
-        """What the states of a text take."""
+        """The bytes that the states of a text take."""
         return sum(state[0].nbytes for state in states_of(like))
 
     def __bool__(self) -> bool:
@@ -97,11 +97,11 @@ class PooledStates:
         self._kept[serial] = kept
 
     def kept(self) -> dict[int, list[Tensor]]:
-        """By their serial numbers, the last used ones first."""
+        """The states that are kept, by their serial numbers, the last used ones first."""
         return dict(reversed(self._kept.items()))
 
     def shapes(self) -> list[tuple[torch.dtype, list[int]]]:
-        """Those of a text's states."""
+        """The dtypes and shapes of a text's states."""
         return [(pool.dtype, list(pool.shape[1:])) for *_, pool in self._pools]
 
     def begin_step(self, texts: Sequence[Any]) -> None:
@@ -129,7 +129,7 @@ class PooledStates:
         return self._views[key]
 
     def _arrange(self, rows: list[int]) -> None:
-        """These rows become the first."""
+        """Move `rows` to the front."""
         order = rows + [row for row in range(self.count) if row not in rows]
         self._texts = [self._texts[row] for row in order]
         for *_, pool in self._pools:

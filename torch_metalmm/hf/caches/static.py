@@ -15,7 +15,7 @@ from .transaction import advanced
 class StaticPackedLayer(PackedLayer):  # type: ignore[no-untyped-call]
     """A layer of so many slots from the start, for graphs: its length is a tensor.
 
-    Of a sliding window all rows are kept; the mask has the window.
+    All rows of a sliding window are kept; the mask has the window.
     """
 
     is_compileable = True
@@ -100,7 +100,7 @@ class StaticPackedLayer(PackedLayer):  # type: ignore[no-untyped-call]
             raise ValueError(f"length: {count}; the cache has {self.slot_count} slots")
 
     def position(self) -> int:
-        return 0  # of any layer: the device alone has it
+        return 0  # for every layer: the device alone has the position
 
     def rewind(self, position: int) -> None:
         pass  # the transaction has the length

@@ -23,7 +23,7 @@ class Transaction:
 
     def __init__(self) -> None:
         self.begun: list[Any] = []  # the layers, with the length before in their `before`
-        self.members: dict[Any, None] = {}  # those of the last step that counts
+        self.members: dict[Any, None] = {}  # the layers of the last step that counts
         # {device: [the last slot that has a row, the number of rows]}: a token's slot and length
         # are what one addition leaves.
         self.lengths: dict[torch.device, Tensor] = {}
@@ -36,7 +36,7 @@ class Transaction:
         if layer.before is not None:
             self.settle()
         before = layer.position()
-        # Of fixed slots nobody knows the length without waiting for the device.
+        # The length of fixed slots is known only after waiting for the device.
         late = layer.is_compileable and self.members and layer not in self.members
         if self.begun and (late or before != self.begun[0].before):
             raise ValueError(
@@ -75,7 +75,7 @@ class Transaction:
         self.advanced.clear()
 
     def forget(self) -> None:
-        """There are no rows."""
+        """Forget all rows."""
         self._end()
         self.members = {}
 

@@ -1,7 +1,7 @@
 """fuse_qkv_projections of diffusers' models: refused where a projection that it joins is packed.
 
-It makes an nn.Linear of the joined weights, in the dtype of the first, and torch says of packed
-ones that only floats require gradients.
+The method makes an nn.Linear of the joined weights, in the dtype of the first, and torch says of
+packed ones that only floats require gradients.
 """
 
 from __future__ import annotations

@@ -34,7 +34,7 @@ def _calculate_module_shape(
 
 
 def _dequantize(model: Any, module: Any) -> Tensor:
-    """What a wider dense layer begins with: the decoded weight."""
+    """The decoded weight, with which a wider dense layer begins."""
     if isinstance(module, QuantLinear):
         return module.dequantize(model.dtype)
     return _dense(model, module)

@@ -46,8 +46,8 @@ def _weights_of(folder: Path, variant: str | None) -> set[str]:
 def _check_dense(folder: Path) -> None:
     """FileExistsError: the folder has weights that no packed model wrote.
 
-    They would be lost; or, of another variant, could not be loaded any more, since config.json,
-    which variants share, would say that they are packed.
+    Such weights would be lost; or, of another variant, could not be loaded any more, since
+    config.json, which variants share, would say that they are packed.
     """
     found = {f.name for f in folder.glob(f"{_STEM}*")}
     if found and not is_packed(folder):
@@ -63,7 +63,7 @@ def _save_pretrained(
 ) -> None:
     given = _signature.bind(self, save_directory, *args, **options).arguments
     if stored_config(self) is None:
-        forget(self)  # those that it had are dense again
+        forget(self)  # packed layers that the model had are dense again
         _save(self, save_directory, *args, **options)
         return
     _check(self, given)
@@ -73,7 +73,7 @@ def _save_pretrained(
         return
     target = Path(save_directory)
     target.mkdir(parents=True, exist_ok=True)
-    if given.get("push_to_hub"):  # it names the repository after the folder
+    if given.get("push_to_hub"):  # the repository has the folder's name
         options.setdefault("repo_id", target.resolve().name)
     variant = given.get("variant")
     _check_dense(target)
