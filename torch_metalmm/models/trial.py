@@ -143,7 +143,7 @@ class _Zeros(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 @contextmanager
 def _without_triton() -> Iterator[None]:
-    """Kernels of Triton raise. For a tensor without data they read address 0, after which no call of
+    """Triton's kernels raise. For a tensor without data they read address 0, after which no call of
     CUDA works in the process: kernels of flash-linear-attention, which Qwen3.5 takes where it is
     installed, also for a model that lies on the CPU."""
     launcher = getattr(sys.modules.get("triton.runtime.jit"), "JITFunction", None)
