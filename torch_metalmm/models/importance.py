@@ -1,4 +1,4 @@
-"""How much each column of a layer's weight matters: sums of squares of the inputs it multiplies."""
+"""The importance of each column of a layer's weight: sums of squares of the inputs it multiplies."""
 
 from __future__ import annotations
 

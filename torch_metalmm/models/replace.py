@@ -1,4 +1,4 @@
-"""Which layers of a model can be replaced by packed ones, and the replacement of one."""
+"""The layers of a model that packed ones can replace, and the replacement of one."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which modules choose experts as torch.ops.metalmm.route does: found by running them."""
+"""Modules that choose experts as torch.ops.metalmm.route does: found by running them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which format each weight of a model gets: a name, patterns, or a function of the caller's."""
+"""The format of each weight of a model: a name, patterns, or a function of the caller's."""
 
 from __future__ import annotations
 

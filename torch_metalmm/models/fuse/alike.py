@@ -1,4 +1,4 @@
-"""Which layers compute alike: one code and one recipe, with weights of their own."""
+"""Layers that compute alike: one code and one recipe, with weights of their own."""
 
 from __future__ import annotations
 

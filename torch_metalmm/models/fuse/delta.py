@@ -1,4 +1,4 @@
-"""How a module mixes by a convolution, and by the gated delta rule: what makes their operands."""
+"""Mixing by a convolution, and by the gated delta rule: the modules that make the operands."""
 
 from __future__ import annotations
 
@@ -146,7 +146,7 @@ def _delta(
 
 
 def _places(parts: list[int], sizes: tuple[int, ...], dk: int) -> Iterator[list[Tensor]]:
-    """Where the inputs of the convolution, the gate and the rates may be in results of these sizes:
+    """The places of the convolution's inputs, the gate and the rates in results of these sizes:
     one after the other, or the parts of a head of q and k together."""
     channels, values, heads, _ = sizes
     of = torch.split(torch.arange(sum(parts)), parts)

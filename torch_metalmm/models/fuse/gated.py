@@ -1,4 +1,4 @@
-"""Which modules are gated MLPs, down(act(gate(x)) * up(x)): found by running them.
+"""Modules that are gated MLPs, down(act(gate(x)) * up(x)): found by running them.
 
 Numbers of the module may multiply the gate and the result, and say which part of normal values is
 to be cut off a row of the gate.

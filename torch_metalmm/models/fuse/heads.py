@@ -1,4 +1,4 @@
-"""How a module attends: its arguments, its cache, the function that it calls, and its output."""
+"""Attention of a module: its arguments, its cache, the function that it calls, and its output."""
 
 from __future__ import annotations
 
@@ -170,7 +170,7 @@ def _attend(attention: nn.Module, runs: list[Seen]) -> Attend:
 
 
 def _place(attention: nn.Module, call: Attention) -> tuple[str, str]:
-    """Where the code of the attention finds the interface: (module, name)."""
+    """The place where the code of the attention finds the interface: (module, name)."""
     forwards = [vars(kind).get("forward") for kind in type(attention).__mro__]
     for function in (*forwards, call.default):
         names = getattr(inspect.unwrap(function), "__globals__", {}) if function else {}

@@ -1,4 +1,4 @@
-"""Which modules mix experts that a router of ours chooses: their parts, found by their kinds."""
+"""Modules that mix experts which a router of ours chooses: their parts, found by their kinds."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which modules are RMS norms: found by running them."""
+"""Modules that are RMS norms: found by running them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which packed layers make q, k, v and a gate, and what is done to q, k and v before attention."""
+"""The packed layers that make q, k, v and a gate, and the steps of q, k and v before attention."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ _NEAR = 2.0**-4
 
 
 class _Places(NamedTuple):
-    """Where q, k, v and the gate are in the results of the layers side by side."""
+    """The places of q, k, v and the gate in the results of the layers side by side."""
 
     q: Tensor
     k: Tensor
@@ -93,7 +93,7 @@ def projections_of(
 
 
 def _places(sizes: list[int], heads: int, kv_heads: int, size: int) -> Iterator[_Places]:
-    """Where q, k, v and a gate may be in results of these sizes."""
+    """The places that q, k, v and a gate may have in results of these sizes."""
     q, k, n = heads * size, kv_heads * size, len(sizes)
     parts = torch.split(torch.arange(sum(sizes)), sizes)
     nothing = torch.arange(0)

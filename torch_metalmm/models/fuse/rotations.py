@@ -1,4 +1,4 @@
-"""Which modules make cos and sin of positions as torch.ops.metalmm.rope_tables does: found by
+"""Modules that make cos and sin of positions as torch.ops.metalmm.rope_tables does: found by
 running copies of them."""
 
 from __future__ import annotations

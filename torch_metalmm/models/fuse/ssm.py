@@ -1,4 +1,4 @@
-"""How a module mixes by a selective state space: what makes the operands of ssm_scan."""
+"""Mixing by a selective state space: the modules that make the operands of ssm_scan."""
 
 from __future__ import annotations
 
@@ -102,7 +102,7 @@ def _normed(norm: Norm, y: Tensor, gate: Tensor | None) -> Tensor:
 
 
 def _places(size: int, sizes: tuple[int, ...]) -> list[list[Tensor]]:
-    """Where gate, inputs of the convolution and dt may be in a row: in any order."""
+    """The places of gate, inputs of the convolution and dt in a row: in any order."""
     found = []
     for order in permutations(range(3)):
         if sum(sizes) != size:

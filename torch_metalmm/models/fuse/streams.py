@@ -1,4 +1,4 @@
-"""How a layer mixes the streams that it is given, before and behind what it makes of the first."""
+"""The mixing of a layer's streams, before and behind the branches, which read the first."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which of the two forms of a gated MLP is faster for one row, on the machine at hand."""
+"""The faster of the two forms of a gated MLP for one row, on the machine at hand."""
 
 from __future__ import annotations
 

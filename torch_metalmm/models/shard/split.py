@@ -1,4 +1,4 @@
-"""How the rows and columns of a group of layers are divided among ranks: numbers, no model."""
+"""The division of a group of layers' rows and columns among ranks: numbers, no model."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def even(size: int, ranks: int, unit: int = 1) -> Ranges | None:
 
 @dataclass(frozen=True)
 class Heads:
-    """Which heads of queries each rank has, and which of keys and values these read."""
+    """The heads of queries that each rank has, and the heads of keys and values that these read."""
 
     queries: Ranges
     keys: Ranges
