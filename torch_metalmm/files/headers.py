@@ -37,7 +37,7 @@ def read_headers(files: Sequence[str]) -> dict[str, Found]:
 
 
 def count_tensors(files: Sequence[str]) -> int:
-    """How many tensors the files have. ValueError: one is not a whole safetensors file."""
+    """The number of tensors in the files. ValueError: one is not a whole safetensors file."""
     count = 0
     for file in files:
         with _opened(file) as opened:

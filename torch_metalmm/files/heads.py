@@ -1,4 +1,4 @@
-"""Which tensors of safetensors files are a head for the token after the next, and their places.
+"""The tensors of safetensors files that predict the token after the next, and their places.
 
 transformers and mlx-lm drop them. Who quantizes for MLX and keeps them has `language_model.mtp.*`
 among the weights (oMLX), `mtp.*` in model-mtp.safetensors or mtp/weights.safetensors (vllm-mlx's

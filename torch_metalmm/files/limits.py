@@ -1,4 +1,4 @@
-"""How much a config may ask for before anything is built; each layer takes milliseconds."""
+"""Limits of a config, checked before anything is built; each layer takes milliseconds."""
 
 from __future__ import annotations
 

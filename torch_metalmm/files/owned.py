@@ -1,4 +1,4 @@
-"""Which weights in a folder a save may replace: those that a save of the same kind wrote there."""
+"""The weights in a folder that a save may replace: files that a save of its kind wrote there."""
 
 from __future__ import annotations
 

@@ -181,7 +181,7 @@ def _heads(file: GgufFile) -> int:
 
 
 def _predicting(file: GgufFile, prefix: str) -> int:
-    """How many layers predict tokens beyond the next, which transformers' models do not have."""
+    """The number of layers that predict later tokens, which transformers' models do not have."""
     key, blocks = f"{prefix}nextn_predict_layers", file.metadata[f"{prefix}block_count"]
     count = file.metadata.get(key, 0)
     if type(count) is not int or not 0 <= count < blocks:

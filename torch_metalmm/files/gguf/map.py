@@ -1,4 +1,4 @@
-"""Where the tensors of a GGUF file go in a transformers model, and what is undone on the way.
+"""The places of a GGUF file's tensors in a transformers model, and what is undone on the way.
 
 Names are the gguf package's, and of three architectures transformers'; transformers' processors
 undo what llama.cpp's converter did, or those of processors.py.

@@ -1,4 +1,4 @@
-"""How a model chooses its experts: what a file says of it, checked before a model is made.
+"""A file's entries on the choice of experts, checked before a model is made.
 
 transformers checks none of these numbers. A number of groups that does not divide the experts makes
 groups of several tokens' scores, and others fail in the first product, or leave experts out.

@@ -14,7 +14,7 @@ from ... import formats
 from ...formats._planes import Planes
 from ...nn.sharded import Shard
 
-# Where mlx-lm has other names: model_type -> (its prefix, transformers')
+# Names that mlx-lm has otherwise: model_type -> (its prefix, transformers')
 NESTED = {"qwen3_5_text": "qwen3_5", "qwen3_5_moe_text": "qwen3_5_moe"}  # the text of what sees
 PREFIXES = {"gpt2": ("model.", "transformer.")} | dict.fromkeys(NESTED, ("language_model.", ""))
 
@@ -25,7 +25,7 @@ _FIELDS = ("group_size", "bits", "mode")
 
 @dataclass(frozen=True)
 class Packing:
-    """How one MLX layer is quantized."""
+    """The quantization of one MLX layer."""
 
     group_size: int
     bits: int
