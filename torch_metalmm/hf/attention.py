@@ -28,7 +28,7 @@ _NUMBERS = frozenset(("dropout", "scaling", "softcap", "is_causal"))
 def op_options(
     constants: dict[str, Any], passed: Collection[str], own: Collection[str] = ()
 ) -> dict[str, Any] | None:
-    """With which scale and soft cap attention_forward(..., **constants) calls the op.
+    """The scale and soft cap with which attention_forward(..., **constants) calls the op.
 
     passed: the names of arguments that change; own: of those that are parameters, of which the op
     takes s_aux, as its sinks. None: these may say more than that.

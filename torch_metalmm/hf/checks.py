@@ -1,4 +1,4 @@
-"""Which tensors a checkpoint has, by the names of the model, and whether they are what its packed
+"""The tensors of a checkpoint, by the names of the model, and whether they are what its packed
 layers wait for: before one is read.
 """
 

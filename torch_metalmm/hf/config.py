@@ -33,7 +33,7 @@ class _Method(str, enum.Enum):
 
 
 class MetalMMConfig(QuantizationConfigMixin):
-    """Which layer of a model of transformers or diffusers gets which format.
+    """The formats that the layers of a model of transformers or diffusers get.
 
         AutoModel.from_pretrained(folder, quantization_config=MetalMMConfig("q4_k"))
 

@@ -75,7 +75,7 @@ def _containers(values: Iterable[Any]) -> Iterator[Any]:
 
 
 def _by_name() -> tuple[Any, ...]:
-    """Where transformers finds functions by a name."""
+    """The tables in which transformers finds functions by a name."""
     # Imported here: with modeling_utils, late.py puts what imports this file into transformers.
     from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
     from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS

@@ -26,7 +26,7 @@ class Offset(int):
 
 
 class Room(NamedTuple):
-    """Where a step's rows go, and what its queries see, as the ops take them."""
+    """The place of a step's rows, and the rows that its queries see, as the ops take them."""
 
     formats: tuple[str, str]  # the keys', the values'
     new_keys: Tensor
@@ -307,7 +307,7 @@ class PackedLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]
         return -1
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
-        """How many rows the next queries see, and the position of the first."""
+        """The number of rows that the next queries see, and the position of the first."""
         end = self._counted() - self.base
         first = self._first_seen(end)
         return end - first + query_length, self.base + first

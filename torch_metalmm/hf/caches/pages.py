@@ -1,4 +1,4 @@
-"""Which pages of a pool hold which tokens: references, prefixes that texts share, what goes first.
+"""The tokens in each page of a pool: references, prefixes that texts share, what goes first.
 
 A page is 64 slots of every layer. Each text has references to its pages; a full page is known by
 its tokens and by the page before it, so that a later text finds the longest beginning that is held.
