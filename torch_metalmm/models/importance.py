@@ -1,4 +1,4 @@
-"""The importance of each column of a layer's weight: sums of squares of the inputs it multiplies."""
+"""The importance of each column of a layer's weight: sums of squares of inputs it multiplies."""
 
 from __future__ import annotations
 

@@ -29,7 +29,7 @@ class Packable(NamedTuple):
 
 
 def integer_rows(module: Any) -> Packable | None:
-    """The packing of a layer of integers; None: it is none. NoFormat: it is of an unknown layout."""
+    """The packing of a layer of integers; None: it is none. NoFormat: its layout is unknown."""
     t = {**module._parameters, **module._buffers}
     t = {name: tensor for name, tensor in t.items() if tensor is not None}
     meta = getattr(module, "meta", None)
