@@ -21,7 +21,7 @@ from .timing import Call, Found, Timed, wall_clock
 
 MIN_CALLS = 16  # in a graph or a row, which share the cost of starting and awaiting
 ROW_SECONDS = 0.03  # seconds of a row, to which a synchronize adds some 0.1 ms
-# What plan() takes of a device; the numbers of the chip stand for what the device does not report.
+# The facts of a device that plan() takes; the chip's numbers stand for facts not reported.
 PLANNED_FOR = ("cores", "max_threadgroup_memory", "max_threads")
 GPU_MAX_BURST = 4  # replays of a graph, or rows of calls, in a turn of a variant
 
@@ -63,7 +63,7 @@ class GraphTimed(GpuTimed):
     """The calls are a CUDA graph."""
 
     def warm_up(self) -> None:
-        # What is compiled at the first call is compiled before.
+        # Each copy is called before the capture, so that a first call compiles outside of it.
         each = lambda: [self.call(i) for i in range(self.copies)]  # noqa: E731
         self._graph, _ = captured(self._call_all, each)
         super().warm_up()
@@ -115,7 +115,7 @@ class Device:
 
     @staticmethod
     def default() -> str:
-        """What is measured unless the command line says: the GPU of a Mac, else the CPU."""
+        """The device measured unless the command line says: the GPU of a Mac, else the CPU."""
         return "cpu" if absence("mps") else "mps"
 
     @property
@@ -135,7 +135,7 @@ class Device:
         return UNKNOWN_CACHE if self.type == "mps" else last_level_cache()
 
     def strategy(self, **problem: Any) -> str:
-        """What is chosen here for a linear: arguments as of _C.plan, strategy among them."""
+        """The kernel chosen here for a linear: arguments as of _C.plan, strategy among them."""
         if self.type == "cpu":
             asked = problem.get("strategy")
             return str(asked or _C.cpu_strategy(problem.get("m", 1), problem["dtype"]))

@@ -1,4 +1,4 @@
-"""What a format costs and saves: results.md -> the table of docs/guide/formats.md and its plots."""
+"""Costs and savings of formats: results.md -> the table of docs/guide/formats.md and its plots."""
 
 from __future__ import annotations
 
@@ -84,7 +84,7 @@ def of_matrix(name: str, weighed: Rows) -> str:
 
 
 def bits(name: str) -> float:
-    """Of a weight."""
+    """The bits of a weight."""
     return 8 * formats.get(name).row_bytes(4096) / 4096
 
 

@@ -1,4 +1,4 @@
-"""What a run must state about the machine and the code: the first line of its JSON."""
+"""The facts of the machine and the code that a run must state: the first line of its JSON."""
 
 from __future__ import annotations
 

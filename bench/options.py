@@ -22,7 +22,7 @@ from .tables import Record
 
 
 class Option(NamedTuple):
-    """What argparse is told of an option, and its value where the command line has none."""
+    """The arguments of argparse for an option, and its value where the command line has none."""
 
     help: str | None = None
     kind: Any = str  # of its value; bool: a flag
@@ -278,7 +278,7 @@ PRINTS = {
     ),
 }
 COMMANDS = MEASURES | PRINTS
-# What reads or writes pages, shaders and tests beside the package.
+# Commands that read or write pages, shaders and tests beside the package.
 OF_A_CLONE = ("agx", "cells", "chips", "neon", "tiles", "plot-formats")
 
 
@@ -320,7 +320,7 @@ def parse(argv: list[str]) -> argparse.Namespace:
     for option, (_, own, own_quick) in row.modes.items():
         if getattr(args, option):
             values |= own_quick if quick else own
-    # Those of rows and modes are named as attributes, and come last.
+    # Options of rows and modes are named as attributes, and come last.
     for name, value in {n.replace("-", "_"): v for n, v in values.items()}.items():
         if getattr(args, name, None) is None:
             setattr(args, name, value)

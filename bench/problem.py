@@ -100,7 +100,7 @@ def rotated(packed: Tensor, copies: int) -> list[Tensor]:
 
 @dataclass(frozen=True)
 class Setting:
-    """What the command line chose, the same for all matrices of a run."""
+    """The choices of the command line, the same for all matrices of a run."""
 
     threads: int
     cold_bytes: int  # the copies of one W are at least this large together
@@ -119,7 +119,7 @@ class Setting:
 
 @dataclass(frozen=True)
 class Rounding:
-    """What an engine rounds, from which the bound of its error follows.
+    """The roundings of an engine, from which the bound of its error follows.
 
     x_error(x f64 [M, K]) is the largest |change| of each activation before the product; None:
     activations do not change. y is rounded to `out` once.
@@ -213,7 +213,7 @@ class Problem:
         return torch.randn(m, self.shape.k, generator=torch.Generator().manual_seed(m))
 
     def copied(self, operands: Sequence[Tensor]) -> list[tuple[Tensor, ...]]:
-        """These tensors, which are a W, as often as no cache of the device holds."""
+        """The tensors of a W, so many copies of each that no cache of the device holds them."""
         count = self.setting.copies(sum(t.nbytes for t in operands))
         device = self.setting.device.type
         return [*zip(*(rotated(t.to(device), count) for t in operands), strict=True)]

@@ -103,7 +103,7 @@ def measured(
 
 
 def slow_ones(found: Mapping[str, Way]) -> dict[str, Timing]:
-    """Those that take SLOW times as long as the fastest in each of FEW calls, from these."""
+    """The ways that take SLOW times as long as the fastest in each of FEW calls, timed by these."""
 
     def once(way: Way) -> float:
         return wall_clock(lambda: way.call(0))
@@ -127,7 +127,7 @@ class Run:
 
     @cached_property
     def setting(self) -> Setting:
-        """What the options say; with --quick, copies of W that fit a cache."""
+        """The setting that the options say; with --quick, copies of W that fit a cache."""
         args, dtype = self.args, getattr(self.args, "dtype", None)
         cold = (4 << 20) if args.quick else self.device.cache_bytes * COLD_FACTOR
         to = DTYPES[dtype] if dtype else self.device.dtype

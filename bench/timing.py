@@ -126,7 +126,7 @@ def interleave(
 
 
 def by_turns(ways: Mapping[str, Callable[[], Found]], turns: int) -> dict[str, list[Found]]:
-    """What each way gives in so many rounds over all, in random order, behind a first round."""
+    """The results of each way in so many rounds over all, in random order, behind a first round."""
     found: dict[str, list[Found]] = {name: [] for name in ways}
     for turn in range(turns + 1):
         for name in random.sample(sorted(ways), len(ways)):

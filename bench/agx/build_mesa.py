@@ -76,7 +76,7 @@ def _replace(file: Path, before: str, after: str) -> None:
 
 
 def _change(mesa: Path) -> None:
-    """What is added to Mesa's sources."""
+    """Writes our additions into Mesa's sources."""
     compiler = mesa / "src" / "asahi" / "compiler"
     # Mesa makes four general exchanges and selects of simd_shuffle_xor by a constant, for which
     # the machine has an instruction: that is taken.

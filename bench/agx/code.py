@@ -55,7 +55,7 @@ class Instruction(NamedTuple):
 
     @property
     def kind(self) -> str:
-        """Of CLASSES."""
+        """The class of the instruction, of CLASSES."""
         if self.op in _CLASS:
             return _CLASS[self.op]
         if _CONTROL.match(self.op):
@@ -91,7 +91,7 @@ class Code:
 
     @property
     def slots(self) -> int:
-        """Of the pipe for floats, a 64-bit addition as one."""
+        """Slots of the pipe for floats, a 64-bit addition as one."""
         return sum(n * _SLOTS.get(k, 1) for k, n in self.counts.items() if k not in _NO_SLOT)
 
     @property
@@ -101,7 +101,7 @@ class Code:
 
     @property
     def cycles(self) -> int:
-        """Of the pipe that is busy longer, a 64-bit addition at its cost."""
+        """Cycles of the pipe that is busy longer, a 64-bit addition at its cost."""
         return max(self.slots + (_WIDE_SLOTS - 1) * self.wide, self.other_pipe)
 
 
@@ -132,7 +132,7 @@ def _programs(text: str) -> list[list[Block]]:
 
 
 def read(printed: str) -> Code:
-    """What mmagx printed of a kernel. ValueError: it printed no result."""
+    """The code of a kernel as mmagx printed it. ValueError: mmagx printed no result."""
     result, spills = _RESULT.search(printed), _SPILLS.findall(printed)
     if not result or not spills:
         raise ValueError(f"mmagx printed no result: {printed[-400:]!r}")

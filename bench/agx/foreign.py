@@ -17,8 +17,8 @@ from ..shaders import foreign
 from . import kernels
 from .code import Code
 
-# Of ggml, x f32: weights that a lane takes in a turn of its loop, rows of W (N_R0 of
-# ggml-metal-impl.h) times values; of MLX, x f16: the same, 4 rows.
+# Weights that a lane takes in a turn of its loop. ggml, x f32: rows of W (N_R0 of
+# ggml-metal-impl.h) times values. MLX, x f16: 4 rows times values.
 GGML = {
     "q4_0": 4 * 16, "q4_1": 4 * 16, "q5_0": 4 * 16, "q5_1": 4 * 16, "q8_0": 2 * 8, "q2_K": 4 * 32,
     "q3_K": 2 * 32, "q4_K": 2 * 32, "q5_K": 32, "q6_K": 2 * 16,

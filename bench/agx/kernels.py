@@ -109,7 +109,7 @@ def compile_pass(one: passes.Pass, metal: Path = spirv.METAL) -> Code:
 
 
 def compile_module(name: str, module: bytes, threads: int, *, fuse: bool = False) -> Code:
-    """The same of SPIR-V. fuse: a product and a sum are one instruction."""
+    """The code of a SPIR-V module, as compile_pass(). fuse: product and sum are one instruction."""
     hoisted = _code(name, module, threads, hoist=True, fuse=fuse)
     if not hoisted.spills:
         return hoisted
@@ -118,7 +118,7 @@ def compile_module(name: str, module: bytes, threads: int, *, fuse: bool = False
 
 
 def _code(kernel: str, module: bytes, threads: int, *, hoist: bool, fuse: bool) -> Code:
-    """What mmagx makes of a module of SPIR-V. RuntimeError: its message."""
+    """The code that mmagx makes of a module of SPIR-V. RuntimeError: the message of mmagx."""
     with tempfile.TemporaryDirectory() as folder:
         file = Path(folder) / "kernel.spv"
         file.write_bytes(module)
@@ -139,7 +139,7 @@ def _code(kernel: str, module: bytes, threads: int, *, hoist: bool, fuse: bool) 
 
 
 def each(job: Callable[[Any], Code], of: Iterable[Any]) -> list[Code | str]:
-    """What a job makes of each, or a compiler's message."""
+    """The code that the job makes of each item, or a compiler's message."""
 
     def one(item: Any) -> Code | str:
         try:

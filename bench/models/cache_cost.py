@@ -50,7 +50,7 @@ def run(run: Run) -> Iterator[Record]:
             ids = tokenizer(text(), return_tensors="pt").input_ids
             what = "SmolLM2-135M-Instruct, {} tokens of README and docs"
             yield from quality(names, run.args.quick, what, model, ids, WINDOW)
-        except FileNotFoundError as e:  # its package is not installed
+        except FileNotFoundError as e:  # the model's package is not installed
             yield {"kind": "skipped", "what": "SmolLM2", "why": str(e).rpartition(": ")[2]}
     if "trained" in parts:
         ids = byte_ids(text())

@@ -128,7 +128,7 @@ def of_model(builder: ContextBuilder) -> Iterator[Record]:
     args, entries, pick = builder.args, [*builder.entries()], random.Random(1)
     reference = Reference(builder.source)
     tokens = [i % builder.source.vocabulary for i in range(CHECKED_TOKENS)]
-    # Of programs that take no rows: after a prompt.
+    # Programs that take no rows are checked after a prompt.
     others = {
         e.system.name: reference.error(tokens, e.system, e.weights)
         for e in entries

@@ -1,4 +1,4 @@
-"""What drafts save: prompt lookup on tasks that repeat their text and on one that does not.
+"""The time drafts save: prompt lookup on tasks that repeat their text and on one that does not.
 
 SmolLM2 as it is packed, after fuse_(cache=...): an answer without drafts and one with, by turns in
 one process. The texts are the beginnings of Moby-Dick and of Python's textwrap.py.

@@ -200,7 +200,7 @@ def record(kind: str, model: Any, fused: Any) -> Record:
 
 
 def versions() -> str:
-    """What the numbers of ops depend on."""
+    """The versions that the numbers of ops depend on."""
     numbers = (version(name).partition("+")[0] for name in ("transformers", "torch"))
     return "transformers {}, torch {}".format(*numbers)
 

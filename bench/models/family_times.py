@@ -1,4 +1,4 @@
-"""What a token costs in families whose layers are more than attention and a gated MLP.
+"""The time of a token in families whose layers are more than attention and a gated MLP.
 
 Random models of 8 layers of hidden size 2048, or with --models those of WHOLE, packed: unfused on
 transformers' own cache, after fuse_ on a PackedCache, and with its steps replayed, by turns in one

@@ -1,4 +1,4 @@
-"""What a token of generate() costs by transformers' own loop and by hf/decoding.py's.
+"""The time of a token of generate() by transformers' own loop and by hf/decoding.py's.
 
 Llamas of random weights after fuse_(cache=...), whose steps are replayed: greedy answers, by turns
 in one process. What a longer answer takes more than a shorter one is its tokens'.

@@ -62,11 +62,11 @@ class Calls(TorchDispatchMode):
         self.hooks = []
 
     def _taken(self) -> list[str]:
-        """What was called since the last layer."""
+        """The ops called since the last layer."""
         called = self.ours + self.others
         self.ours, self.others = [], []
         return called
 
     def outside(self) -> list[str]:
-        """What was called in no layer that is watched."""
+        """The ops called in no layer that is watched."""
         return self.beside + self.ours + self.others

@@ -1,4 +1,4 @@
-"""What a step of decoding costs where nothing is computed: layers of tiny weights, on the CPU.
+"""The time of a step of decoding where nothing is computed: layers of tiny weights, on the CPU.
 
 Two models that differ in the number of their layers step by turns: the difference is what a layer
 costs, and what the layers leave of a step lies beside them.
@@ -68,7 +68,7 @@ class Stepped:
         return out | {"beside_us": 1e6 * (step - FEW * t.median)} | self.ops(few, many)
 
     def ops(self, few: list[float], many: list[float]) -> Record:
-        """What a layer calls, and the time of these ops in rows."""
+        """The numbers of ops that a layer calls, and the time of these ops in rows."""
         if type(self.systems[0]) is not Transformers or self.systems[0].make:
             return dict.fromkeys(_COUNTS)
         calls = [shares.watched(lambda s=s: s.feed([1])) for s in self.systems]

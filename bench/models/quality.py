@@ -1,4 +1,4 @@
-"""What packing costs in quality and saves in bytes, on two real models.
+"""The quality that packing costs and the bytes that it saves, on two real models.
 
 SmolLM2-135M-Instruct (a Q4_1 GGUF): perplexity on the first pages of Moby-Dick, the divergence of
 its predictions from those of the file's own weights, and how often the likeliest token is the same.

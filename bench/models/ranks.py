@@ -49,7 +49,7 @@ EACH, SHARED, PART = "each", "shared", "part"
 
 @dataclass(frozen=True)
 class Job:
-    """What every process is told."""
+    """The settings that every process is told."""
 
     model: str
     formats: tuple[str, ...]
@@ -271,7 +271,7 @@ def _save_wanted(job: Job, system: Any, name: str) -> None:
 
 
 def _logits(job: Job, system: Any) -> Tensor:
-    """Those after CHECKED_TOKENS of the prompt."""
+    """The logits after CHECKED_TOKENS of the prompt."""
     return last_logits(system, job.tokens[:CHECKED_TOKENS])
 
 

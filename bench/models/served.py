@@ -76,7 +76,7 @@ def generated(model: Any, ids: Any, tokens: int) -> tuple[float, float]:
 
 
 class Streamed(NamedTuple):
-    """What a client got."""
+    """The answer that a client got."""
 
     count: int  # tokens
     first: float  # seconds to the first text
@@ -191,7 +191,7 @@ def server(*flags: str, **variables: str) -> Iterator[Server]:
                 break
         else:
             raise RuntimeError(said)
-        # What it logs is read, or a full pipe would stop it.
+        # The server's log is read, since a full pipe would stop the server.
         threading.Thread(target=process.stderr.read, daemon=True).start()
         yield Server(found[1], found[2], process.pid)
     finally:

@@ -44,19 +44,19 @@ class Call:
     op: Any
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
-    is_view: bool = False  # its result lay in the memory of its arguments
+    is_view: bool = False  # the op's result lay in the memory of its arguments
 
     def __call__(self) -> Any:
         return self.op(*self.args, **self.kwargs)
 
     @property
     def kind(self) -> str | None:
-        """Of KINDS; None for a view, or an op that only allocates."""
+        """The kind of the op, of KINDS; None for a view, or an op that only allocates."""
         return kind_of_op(self.name, self.is_view)
 
     @property
     def name(self) -> str:
-        """Of the op, with its namespace."""
+        """The op's name, with its namespace."""
         return str(self.op._schema.name)
 
 
@@ -88,7 +88,7 @@ def memory_of(values: object) -> set[int]:
 
 @dataclass
 class Shares:
-    """Of one token: seconds and launches of each kind, and passes of our ops (None: not known)."""
+    """Seconds and launches of each kind for one token, and passes of our ops (None: not known)."""
 
     seconds: dict[str, float]
     launches: dict[str, int]
@@ -161,7 +161,7 @@ def recorded_passes(calls: Iterable[Call], chip: str, cores: int = 0) -> int:
 
 
 def kind_of_kernel(name: str) -> str:
-    """Of KINDS, for the name of a kernel on a GPU."""
+    """The kind, of KINDS, of a kernel on a GPU by its name."""
     if ATTENTION.search(name):
         return "attention"
     if name not in _our_kernels():
@@ -176,7 +176,7 @@ def _our_kernels() -> frozenset[str]:
 
 
 def kind_of_op(name: str, is_view: bool) -> str | None:
-    """Of KINDS, for the name of an op; None for one that computes nothing."""
+    """The kind, of KINDS, of an op by its name; None for an op that computes nothing."""
     namespace, _, op = name.partition("::")
     if ATTENTION.search(op):
         return None if is_view else "attention"
@@ -207,7 +207,7 @@ def of_trace(events: Iterable[dict[str, Any]], steps: int) -> Shares:
 
 
 def profiled(step: Callable[[], object], steps: int = 8) -> Shares:
-    """What the profiler sees of `steps` steps on cuda."""
+    """The shares that the profiler sees in `steps` steps on cuda."""
     from torch.profiler import ProfilerActivity, profile
 
     step()

@@ -77,7 +77,7 @@ class Transformers:
             model.set_attn_implementation(self.attention)
 
     def called(self, ids: Tensor) -> Any:
-        """What the model gives for the last of these tokens."""
+        """The model's output for the last of these tokens."""
         if self.experts is not None:
             many = self.experts == "batched_mm" and ids.shape[1] > 1
             self.model.config._experts_implementation = "grouped_mm" if many else self.experts
@@ -185,7 +185,7 @@ class Static(Transformers):
 
 
 def counts(cache: Any) -> list[Tensor]:
-    """What a cache of constant size counts, all of which moves with a token: the length of each
+    """The counters of a cache of constant size, all of which move with a token: the length of each
     layer of StaticCache; the last slot and the length that the layers of ours share. Recurrent
     layers count nothing."""
     names = ("cumulative_length", "last_and_length")
@@ -207,8 +207,8 @@ class Graph(Static):
         before = [length.clone() for length in counts(self.cache)]
         # Twice before: what is compiled at the first call is compiled then.
         graph, logits = captured(lambda: self.run(ids), lambda: [self.run(ids) for _ in range(2)])
-        # What was fed to warm up is masked out again, and overwritten by the next tokens. States
-        # of recurrent layers keep it, which changes no time.
+        # The tokens of the warm-up are masked out again, and overwritten by the next ones. States
+        # of recurrent layers keep them, which changes no time.
         for length, was in zip(counts(self.cache), before, strict=True):
             length.copy_(was)
 

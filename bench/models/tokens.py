@@ -1,4 +1,4 @@
-"""What a token costs in whole models, decoded greedily at batch 1 after a prefill.
+"""The time of a token in whole models, decoded greedily at batch 1 after a prefill.
 
 Decoding is a loop of model(...) calls with a key-value cache, without the work generate() adds.
 Each system is checked, all are timed in turns, and then it is found where its time goes. Other
@@ -39,7 +39,7 @@ EXACT_FACTOR, ROUNDED_LIMIT = 10.0, 0.1
 
 
 def last_logits(system: System, tokens: Sequence[int]) -> Tensor:
-    """Those after the tokens, float64 on the CPU, the last token by a step of decoding."""
+    """The logits after the tokens, float64 on the CPU; the last token is a step of decoding."""
     system.reset()
     system.feed(tokens[:-1])
     return system.feed(tokens[-1:]).cpu().double()
@@ -67,7 +67,7 @@ class Reference:
         return self.model
 
     def wanted(self, key: object, make: Callable[[], Tensor]) -> Tensor:
-        """What make() gave the first time."""
+        """The logits that make() gave at the first call with this key."""
         if key not in self._made:
             self._made[key] = make()
         return self._made[key]
@@ -298,7 +298,7 @@ def gpu_seconds(system: System, prompt: Sequence[int]) -> float:
 def records(
     run: Run, kind: type[Builder], of: Callable[[Any], Iterator[Record]]
 ) -> Iterator[Record]:
-    """Those of every model named; one that says so for a model whose package is not installed."""
+    """The records of every model named; one that says so where the model's package is missing."""
     args, device, dtype = run.args, run.device, run.device.dtype
     found = [*llamas.sources(args.models, device.type, dtype)]
     yield from (s for s in found if not isinstance(s, llamas.Source))

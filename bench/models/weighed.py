@@ -1,4 +1,4 @@
-"""What an importance matrix gains: the weighted error and the perplexity with it and without.
+"""The gain of an importance matrix: weighted error and perplexity with the matrix and without.
 
 The matrix is measured on README and the pages of docs, the perplexity on Moby-Dick (quality.py),
 both with SmolLM2's own weights. Beside them what llama.cpp's quantizers make of the same weights

@@ -26,7 +26,7 @@ from ..tables import Table, to_markdown
 
 HERE = Path(__file__).parent
 PRODUCTS = ("exact", "int16", "int8")
-# Of ggml: the type of x that a product takes, and the rows that are packed together for the other.
+# ggml's products: the type of x that one takes, and the rows that are packed for the other.
 GGML = {
     "q4_k": ("q8_K", "8x4"), "q5_k": ("q8_K", "8x4"), "q6_k": ("q8_K", "8x4"),
     "q4_0": ("q8_0", "4x4"), "q8_0": ("q8_0", "4x4"), "iq4_xs": ("q8_K", None),
@@ -79,7 +79,7 @@ def computes_on_vectors(instruction: str) -> bool:
 
 
 def count(program: Path, *arguments: str) -> Count:
-    """What the second call executes. RuntimeError: qemu or the program fails."""
+    """The instructions that the second call executes. RuntimeError: qemu or the program fails."""
 
     def run(calls: int) -> tuple[Counter[int], dict[int, str]]:
         log = program.with_suffix(".log")
@@ -97,7 +97,7 @@ def count(program: Path, *arguments: str) -> Count:
 
 
 def ours(folder: Path) -> dict[str, list[Count]]:
-    """Of each format those of PRODUCTS."""
+    """The counts of PRODUCTS for each format."""
     objects = []
     for name, file, more in (
         ("neon", "isa.cpp", ()),
@@ -113,7 +113,7 @@ def ours(folder: Path) -> dict[str, list[Count]]:
 
 
 def ggml(source: Path, folder: Path) -> dict[str, dict[str, Count]]:
-    """Of ggml's folder: {format: {its function: ...}}. ValueError: another folder."""
+    """{format: {ggml's function: its count}}. ValueError: `source` is no folder of ggml."""
     arm = source / "src/ggml-cpu/arch/arm"
     if not arm.is_dir():
         raise ValueError(f"--ggml {source}: has no src/ggml-cpu/arch/arm")

@@ -29,7 +29,7 @@ ops = torch.ops.metalmm
 PATTERN_ROWS = 1024  # rows that are quantized; those of a cache are copies of them, in random order
 CHECKED_HEADS = 3
 EXP_UNITS = 42  # roundings of a weight: torch's exp is within 20 ulp, its quotient and the sum's
-# Of a score to the dtype of q: q and k times roots of the scale, product, weight.
+# Roundings of a score to the dtype of q: q and k times roots of the scale, product, weight.
 PEER_ROUNDINGS = 4
 MOST_BYTES = {"cpu": 6 << 30, "mps": 6 << 30, "cuda": 32 << 30}  # caches of a cell, without copies
 Caches = list[tuple[Tensor, Tensor]]
@@ -45,7 +45,7 @@ class Heads:
 
     @staticmethod
     def parse(text: str) -> Heads:
-        """Of "32x8x128". ValueError: not three positive integers, or groups that are not whole."""
+        """Heads of "32x8x128". ValueError: not three positive integers, or groups not whole."""
         found = Heads(*parse_product("--heads", text, "HEADSxKV_HEADSxSIZE"))
         if found.heads % found.kv_heads:
             raise ValueError(f"--heads {text!r}; HEADS must be a multiple of KV_HEADS")
@@ -79,7 +79,7 @@ class Shape:
 
 @dataclass(frozen=True)
 class Rounds:
-    """What is rounded beyond arithmetic in f32."""
+    """The roundings beyond arithmetic in f32."""
 
     dtype: torch.dtype = torch.float32  # of q and the result
     score: float = 0.0  # of a score, in proportion to |q| |k|, and of a weight
@@ -219,7 +219,7 @@ class Data:
     # ---- check
 
     def verdict(self, variant: Variant) -> Record:
-        """Of the values of CHECKED_HEADS heads, with the last cache."""
+        """The check of the values of CHECKED_HEADS heads, with the last cache."""
         cell, h = self.cell, self.cell.heads
         y = variant.call(len(self.caches(variant.format)) - 1)
         y = y.transpose(1, 2) if variant.queries_first else y

@@ -1,4 +1,4 @@
-"""What several rows of x cost beside one: by the fastest kernels, and with the bits of single rows.
+"""Several rows of x timed beside one: by the fastest kernels, and with the bits of single rows.
 
 A cell is a packed W: all numbers of rows, of both, by turns in one run.
 """
@@ -45,7 +45,7 @@ def of_rows(problem: Problem, variant: Variant, ms: Sequence[int]) -> Cell:
 
 
 def exactly(problem: Problem, variant: Variant, m: int, fastest: Way) -> Way:
-    """The same rows; right where they are to the bit what each is alone."""
+    """`fastest` with exact rows; right where each row has the bits that it has alone."""
     call, x, name = fastest.call, problem.x(m), f"{variant.name}, exact"
 
     def exact(i: int) -> Tensor:

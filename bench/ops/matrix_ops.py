@@ -119,7 +119,7 @@ class Matrix:
         return matrices * self.packed.nbytes + m * (self.n + self.k) * self.setting.dtype.itemsize
 
     def bound(self, name: str, m: int) -> Bounded:
-        """Of x[M, K] W[rows, K]ᵀ."""
+        """The product x[M, K] W[rows, K]ᵀ and the bound of its error."""
         asked = {"m": m, "n": self.n, "k": self.k, "format": self.format}
         rounds = rounds_w(self.setting, asked | {"strategy": MATMULS[name]})
         x = self.problem.x(m).to(self.setting.dtype)

@@ -1,4 +1,4 @@
-"""What one call costs by itself: a product too small to matter, through several layers of software.
+"""The time of a call by itself: a product too small to matter, through several layers of software.
 
 The last two rows are the same op registered from Python, its autograd formula by
 torch.library.register_autograd: the price that keeps torch_metalmm's autograd in C++.

@@ -126,7 +126,7 @@ class Context:
         weakref.finalize(self, call, "free", self.address)
 
     def tensor(self, type: int, *sizes: int) -> int:
-        """Of up to four sizes, in ggml's order: columns first."""
+        """A new tensor of up to four sizes, in ggml's order: columns first."""
         found: int = call("new_tensor_4d", self.address, type, *sizes, *[1] * (4 - len(sizes)))
         return found
 
@@ -245,7 +245,7 @@ class Attention(Graphs):
 
 
 def causal_mask(queries: int, slots: int) -> Tensor:
-    """What is added to the scores of the last `queries` positions, f16 [rows, slots]."""
+    """The mask added to the scores of the last `queries` positions, f16 [rows, slots]."""
     rows = -(-queries // MASK_ROWS) * MASK_ROWS
     own = torch.arange(slots - queries, slots - queries + rows)[:, None]
     hidden = torch.arange(slots)[None] > own

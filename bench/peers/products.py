@@ -103,7 +103,7 @@ for _dtype, _label in LABELS.items():
 
 @engine("dequantize_mm")
 def dequantize_mm(problem: Problem, names: Sequence[str]) -> Variants:
-    """What a loader without fused kernels does."""
+    """W dequantized and multiplied by torch, as a loader without fused kernels does."""
     dtype, k = problem.setting.dtype, problem.shape.k
     for name in problem.fits(names):
 

@@ -20,7 +20,7 @@ from torch.nn.attention.bias import causal_lower_right
 from ..devices import captured
 
 Call = Callable[[Tensor, Tensor], Tensor]  # of keys and values [B, kv_heads, T, D]
-FIRST = ("grouped", "causal", "mask")  # what transformers calls
+FIRST = ("grouped", "causal", "mask")  # the ways that transformers calls it
 MATH_BYTES = 4 << 30  # of the copies that math makes for each head of q, in f32
 BACKENDS = {
     "math": SDPBackend.MATH,
@@ -110,7 +110,7 @@ def failure(call: Call, k: Tensor, v: Tensor) -> str | None:
         once()
         if k.is_cuda:
             captured(once, once)
-    except Exception as e:  # whatever a backend or a compiler raises
+    except Exception as e:  # a backend or a compiler may raise anything
         return f"{type(e).__name__}: {(str(e).splitlines() or [''])[0]}"
     return None
 

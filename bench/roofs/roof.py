@@ -156,5 +156,5 @@ def measure(threads: int, cache_bytes: int, repetitions: int = 7, quick: bool = 
 
 
 def run(run: Any) -> Iterator[dict[str, Any]]:
-    """What the roofs of a run are."""
+    """The record of a run's roofs."""
     yield run.roof_record()

@@ -154,7 +154,7 @@ kernel void probe(device float* y, device const float* x, uint i [[thread_positi
 
 
 def calibration(architectures: Sequence[str]) -> list[str]:
-    """What is wrong with the reading of kernels of 8 and of 192 live floats."""
+    """Errors in the registers read of kernels of 8 and of 192 live floats."""
     few, many = (measure(probe(n), "probe", architectures) for n in (8, 192))
     wrong = []
     for name in architectures:

@@ -1,4 +1,4 @@
-"""What a weight costs in the inner loop of gemv.
+"""The cost of a weight in the inner loop of gemv.
 
 The loop is that of the compiled code: clang makes PTX of the text of metal/, with the function
 constants of a specialised pipeline, and ptx.py counts. The cost of a weight is the instructions of
@@ -111,7 +111,7 @@ class Cell:
 
 
 def _said(*arguments: str) -> str:
-    """What a command of the compiler prints. BuildError: its message."""
+    """The output of a command of the compiler. BuildError: the compiler's message."""
     done = zig(*arguments)
     if done.returncode:
         raise BuildError(done.stderr)
@@ -124,7 +124,7 @@ def _version() -> str:
 
 
 def clang(text: str, *flags: str) -> str:
-    """What clang makes of a text, kept by what it includes. BuildError: its message."""
+    """The code clang makes of a text, kept by what it includes. BuildError: clang's message."""
     CACHE.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=CACHE) as folder:
         file, part = Path(folder) / "cells.cpp", Path(folder) / "cells.s"

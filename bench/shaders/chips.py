@@ -117,14 +117,14 @@ def machine(chip: str, cores: int | None = None) -> Chip:
 
 
 def token_bytes(format: str, chip: Chip, model: str) -> float:
-    """What the products of a token move."""
+    """The bytes that the products of a token move."""
     products = MODELS[model].products(fused=False)
     return sum(times * predict(1, n, k, format, chip).moved_bytes for n, k, times in products)
 
 
 def rows_table() -> Table:
-    """What a step of drafted tokens costs: of the vector kernel, whose rows have the bits of single
-    ones, and behind it 8 rows of what plan() chooses."""
+    """The time of a step of drafts: by the vector kernel, whose rows have the bits of single
+    ones, and behind it 8 rows by the kernel that plan() chooses."""
     title = "Predicted time of 2 / 4 / 8 rows of x over that of one, with the bits of single rows; "
     title += "in brackets 8 rows by the fastest kernel; W {}×{}, x f16".format(*ROWS_SHAPE)
     table = Table(title, ["chip", *ROWS_FORMATS])
@@ -141,7 +141,7 @@ def rows_table() -> Table:
 
 
 def fits() -> Table:
-    """What the formats of a chip say together: ms of a token = bytes / bandwidth + a constant."""
+    """A fit for each chip over its formats: ms of a token = bytes / bandwidth + a constant."""
     columns = ["chip, cores", "model", "GB/s", "of nominal", "ms beside it"]
     title = "Decoding, as others published it: ms of a token against its bytes, least squares"
     table = Table(title, columns)
@@ -179,5 +179,5 @@ def markdown() -> str:
 
 
 def block() -> str:
-    """Those that docs/chip-model.md has."""
+    """The tables that docs/chip-model.md has."""
     return "\n\n".join(map(to_markdown, (fits(), compared_kernels())))

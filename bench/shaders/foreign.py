@@ -26,7 +26,7 @@ _CONSTANT = re.compile(
 )
 _INSTANCE = re.compile(r"^\s*template\s+(\[\[kernel\]\]|kernel) [^;{]*;", re.M)
 _MARKER = re.compile(r'# \d+ "(.*)"')
-# Of MLX: math of bfloat by functions of Apple's compiler. The products need none of it.
+# MLX's math of bfloat by functions of Apple's compiler. The products need none of it.
 _LEFT_OUT = "bf16_math.h"
 UNROLL = ["-mllvm", "-unroll-threshold=100000", "-mllvm", "-unroll-full-max-count=1024"]
 
@@ -64,7 +64,7 @@ def _for_ptx(translated: str, wanted: Sequence[Kernel]) -> str:
 
 
 class Text(NamedTuple):
-    """Of another project, in Metal Shading Language."""
+    """A text of another project, in Metal Shading Language."""
 
     text: str
     name: str

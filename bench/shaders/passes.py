@@ -10,7 +10,7 @@ from typing import Any
 
 from torch_metalmm import _C, formats
 
-# What is planned for: enough that every rule of plan() takes each side.
+# The problems that are planned: enough that every rule of plan() takes each side.
 SHAPES = ((4096, 4096), (14336, 4096), (1024, 4096), (512, 16384), (128256, 4096), (4096, 1024))
 ROWS = (1, 2, 3, 4, 5, 6, 7, 8, 9, 12, 16, 24, 32, 512)
 OPS = ("linear", "swiglu_up", "swiglu_down", "embedding", "dequantize")

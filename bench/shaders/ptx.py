@@ -1,4 +1,4 @@
-"""What the innermost loop of a function of PTX costs an Apple GPU, by issue cycles.
+"""The cost of the innermost loop of a function of PTX on an Apple GPU, in issue cycles.
 
 PTX stands for what Apple's compiler would emit: both come from LLVM, of the same text, and both are
 RISC with three operands. RULES says where they differ, and what an instruction costs there
@@ -99,7 +99,7 @@ class Cost:
 
     @property
     def cycles(self) -> int:
-        """Of all classes."""
+        """The cycles of all classes."""
         return self.by_class.total()
 
 
@@ -229,7 +229,7 @@ def _opens(i: Instruction, constants: Container[str]) -> bool:
 def cost(
     instructions: list[Instruction], constants: Container[str] = (), rules: Rules = RULES
 ) -> Cost:
-    """What `instructions` cost by `rules`; `constants`: constant_halves() of their function."""
+    """The cost of `instructions` by `rules`; `constants`: constant_halves() of their function."""
     out = Cost(Counter(), Counter())
     for i, packs in zip(instructions, _packs(instructions), strict=True):
         opens = not packs and _opens(i, constants)

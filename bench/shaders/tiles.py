@@ -41,7 +41,7 @@ KINDS: dict[str, tuple[str, ...]] = {
 }
 
 DTYPES = ("f16", "bf16", "f32")
-# Of a codec: name in formats.def, of ggml's kernel, and of affine_qmm_t its group and bits.
+# Codecs by their name in formats.def: name of ggml's kernel; group and bits of affine_qmm_t.
 FORMATS: dict[str, tuple[str | None, str | None]] = {
     "q4_0": ("q4_0", None),
     "q4_k": ("q4_K", None),
@@ -52,7 +52,7 @@ FORMATS: dict[str, tuple[str | None, str | None]] = {
 }
 # C++ names of the dtypes of x.
 MLX_TYPES = {"f16": "half", "bf16": "bfloat16_t", "f32": "float"}
-GGML_X = ("f16", "f32")  # its kernels round an x of f32 to half, as they load it
+GGML_X = ("f16", "f32")  # ggml's kernels round an x of f32 to half, as they load it
 
 
 @dataclass(frozen=True)

@@ -38,7 +38,7 @@ def _of_blog(model: str, **rates: float) -> list[Tokens]:
     return [Tokens("m4-max", model, FORMAT, names[n], rate, _BLOG) for n, rate in found]
 
 
-# Of chips.TOKENS those of Llama 2 for the largest configuration of a chip: its newest row.
+# The newest row of chips.TOKENS for Llama 2 on the largest configuration of each chip.
 _LLAMA_CPP = {
     t.chip: t for t in chips.TOKENS if (t.cores, t.format, t.model) == (None, "q4_0", "Llama 2 7B")
 }
@@ -111,7 +111,7 @@ def compared(title: str, published: tuple[Tokens, ...], wanted: str) -> Table:
 
 
 def host_table() -> Table:
-    """What the time of an op of torch on the host makes of it."""
+    """The rates predicted for several times of an op of torch on the host."""
     columns = ["model, form", *(f"{us:g} µs an op" for us in OP_TIMES)]
     table = Table(f"Predicted tokens/s on an {APART}, by the time of an op on the host", columns)
     for model in SHOWN:
@@ -140,7 +140,7 @@ def markdown() -> str:
 
 
 def block() -> str:
-    """Those that docs/token-model.md has."""
+    """The tables that docs/token-model.md has."""
     tables = (
         rates_table(),
         compared("Native programs", PUBLISHED, "replayed"),

@@ -76,7 +76,7 @@ def token_name(token: Mapping[str, Any]) -> str:
 
 
 def figures(record: Mapping[str, Any]) -> dict[str, float]:
-    """What two records can be compared by: {its name: microseconds, or a rate with "/s"}."""
+    """The figures that records are compared by: {name: microseconds, or a rate with "/s"}."""
     roofs = record["roofs"]
     out = {"memory, GB/s": roofs["read_gb_s"], "arithmetic, GFLOP/s": roofs["gflop_s"]}
     out |= {f"torch.mm {name}, GFLOP/s": rate for name, rate in roofs["mm_gflop_s"].items()}

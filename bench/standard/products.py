@@ -30,7 +30,7 @@ COPIES_PART = 1 / 64
 # A cell of which all calls would take longer is left out: a run is to end within three minutes.
 CELL_SECONDS = 15.0
 QUICK_CALLS = 3
-# Of an Apple GPU, of which ten cores do 2 f16 TFLOP/s: probes are timed beside every cell, and one
+# Probes for an Apple GPU, ten cores of which do 2 f16 TFLOP/s: they run beside every cell; one
 # of 8192³ and 1 GiB, as a data centre's GPU takes, is there half a second for each of 16 calls.
 SMALL: Record = {"read_bytes": 256 << 20, "sizes": (2048,)}
 

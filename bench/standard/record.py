@@ -63,7 +63,7 @@ def chip_name(device: Device) -> str:
 
 
 def cores(device: Device) -> int:
-    """Those of the GPU, or CPUs that the system shows; 0 where a GPU does not say."""
+    """The cores of the GPU, or the CPUs that the system shows; 0 where a GPU does not say."""
     if device.type == "mps":
         return int(_C.mps_facts()["cores"])
     if device.type == "cuda":

@@ -27,7 +27,7 @@ SENT_TO = (
 
 @dataclass(frozen=True)
 class Asked:
-    """What the command line says."""
+    """The choices of the command line."""
 
     device: str | None
     threads: int | None
@@ -65,7 +65,7 @@ def measure(asked: Asked, head: Record, setting: Any, memory: float) -> Record:
 
 
 def _tokens(run: Callable[[], Iterable[Record]]) -> list[Record]:
-    """Those of the run; one that says that it failed: minutes of products are not lost by it."""
+    """The records of the run, or one of its failure, by which minutes of products are not lost."""
     try:
         return [*run()]
     except (ImportError, RuntimeError, MemoryError) as error:

@@ -94,7 +94,7 @@ def token_table(record: Mapping[str, Any]) -> Table:
 
 
 def remarks(record: Mapping[str, Any]) -> list[str]:
-    """What was left out, and what was wrong."""
+    """The measurements that were left out, and the results that were wrong."""
     out = [f"left out: {s['what']}: {s['why']}" for s in record["skipped"]]
     for c in record["products"]:
         if not c["ok"]:
@@ -116,7 +116,7 @@ def named(record: Mapping[str, Any]) -> str:
 
 
 def comparison(a: Mapping[str, Any], b: Mapping[str, Any]) -> Table:
-    """What both have, and the second's by the first's. ValueError: nothing, or one was quick."""
+    """The figures that both have, and their ratio. ValueError: there are none, or one was quick."""
     if a["is_quick"] != b["is_quick"]:
         raise ValueError("one of the records is of --quick: they measure different things")
     left, right = figures(a), figures(b)
