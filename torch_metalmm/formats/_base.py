@@ -1,4 +1,4 @@
-"""What every format has in common: names, sizes, argument checks and bounded memory."""
+"""The common part of every format: names, sizes, argument checks and bounded memory."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ VALUES_AT_A_TIME = 1 << 20  # in a conversion: a few tens of MB of temporaries
 
 FLOOR = 2.0**-40  # of the largest, to within a factor of 2: what less importance counts as
 
-# What activations, results and sources are, by the names that formats and kernels have for them.
+# The dtypes of activations, results and sources, by their names in formats and kernels.
 DTYPES = {"f32": torch.float32, "f16": torch.float16, "bf16": torch.bfloat16}
 DTYPE_NAMES = {dtype: name for name, dtype in DTYPES.items()}
 

@@ -9,7 +9,7 @@ from torch import Tensor
 from ._base import BlockFormat
 from ._search import f32, ordered_sum, square_root
 
-# Of search_asymmetric with an importance: start, increment, last, absolute error.
+# Arguments of search_asymmetric with an importance: start, increment, last, absolute error.
 WEIGHTED_TRIALS = (-0.9, 0.05, 36, False)
 
 

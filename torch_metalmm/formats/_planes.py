@@ -27,7 +27,7 @@ class Planes(BlockFormat):
 
     @abstractmethod
     def refused(self, codes: Tensor, scales: Tensor) -> str | None:
-        """What this format has not, of codes and scales that MLX could have."""
+        """A code or scale that MLX could have and this format has not; None: there is none."""
 
     def pack(self, codes: Tensor, scales: Tensor) -> Tensor:
         """The tensors of an MLX layer -> uint8 [N, row_bytes(K)], no bit changed.

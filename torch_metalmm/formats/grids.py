@@ -68,7 +68,7 @@ class _Grid(BlockFormat):
     packs = False
     table: tuple[str, str]  # file and name
     bits, count = 2, 8  # of the fields of a row of the table
-    levels: tuple[int, ...] = ()  # what fields stand for; none: themselves
+    levels: tuple[int, ...] = ()  # the values that fields stand for; empty: the fields
 
     _GRIDS: dict[str, Tensor] = {}
 

@@ -40,7 +40,7 @@ class Activations:
 
 
 def set_activations(layer: Any, kind: str | None) -> None:
-    """Of one layer. A part of a merged layer sets it for all of them."""
+    """Sets how one layer reads its input. A part of a merged layer sets it for the whole layer."""
     owner = getattr(layer, "merged", layer)
     if owner._activations != kind:
         owner._activations = kind

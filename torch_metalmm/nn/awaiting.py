@@ -37,14 +37,14 @@ _FUNCTIONS: dict[str, Any] = {
     "norm": lambda y, eps: _rms_norm(y, None, eps),
 }
 _PART = 2**22  # values of a table that are decoded at a time
-# What a tensor without values says of itself.
+# Facts that a tensor without values says of itself.
 _SAID = frozenset(
     getattr(Tensor, name).__get__ for name in ("shape", "dtype", "device", "requires_grad")
 ) | {Tensor.size, Tensor.dim, Tensor.is_floating_point}
 
 
 class Waiting(Tensor):
-    """What `maker` gives for `x`, and `steps` of that, which are not computed yet."""
+    """The result of `maker` for `x`, and of `steps` behind it, which is not computed yet."""
 
     maker: Awaiting
     x: Tensor
@@ -71,7 +71,7 @@ class Waiting(Tensor):
         return self.known
 
     def after(self, step: Step) -> Tensor | None:
-        """What the function makes of this; None: not what was seen of the model."""
+        """The result of the function for this; None: the model was not seen to call it here."""
         steps, seen = (*self.steps, step), self.maker.steps
         if self.known is not None or (seen is not None and seen[: len(steps)] != steps):
             return None
@@ -181,7 +181,7 @@ class Awaiting(StandIn):
         return y.view(*x.shape[:-1], module.out_features)
 
     def _scale_of(self, weight: Tensor) -> Tensor:
-        """What the op multiplies rows by: the factor, or where a norm follows a number for each row
+        """The factor of the op's rows: one number, or where a norm follows a number for each row
         of the table as it is now."""
         version = 0 if weight.is_inference() or self.eps is None else weight._version
         scale, (of, seen) = self._scale, self._of

@@ -1,4 +1,4 @@
-"""What the ranks of sharded layers say to each other: torch.distributed's collectives, no others.
+"""Messages between the ranks of sharded layers: torch.distributed's collectives, no others.
 
 Sums and gathers have the gradients of tensor parallelism, and torch.compile traces them as
 functional collectives. A tensor on a device for which the group has no backend (gloo and MPS) goes
@@ -29,7 +29,7 @@ class Ranks:
 
     @staticmethod
     def of(mesh: Any) -> Ranks:
-        """Those of a DeviceMesh of one dimension, or of its dimension "tp".
+        """The ranks of a DeviceMesh of one dimension, or of its dimension "tp".
 
         ValueError: it has more dimensions and none of that name. TypeError: no DeviceMesh.
         """

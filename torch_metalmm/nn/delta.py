@@ -16,8 +16,8 @@ from .recipe import Delta, Mixer, Norm, Ssm
 def mixed(
     r: Mixer, ops: Ops, pre: Norm | None, x: Tensor, kwargs: dict[str, Any], row: Tensor | None
 ) -> tuple[Tensor, Norm | None]:
-    """What the mixer gives its output's layer [batch, length, values] for pre(x), and the norm that
-    is yet to be taken of that. row: see projected."""
+    """The input [batch, length, values] of the mixer's output layer for pre(x), and the norm that
+    is still to be applied to it. row: see projected."""
     mask = kwargs.get(r.mask)  # type: ignore[arg-type]
     if mask is not None:  # of padding, of which the layer makes zeros
         if pre is not None:

@@ -20,7 +20,7 @@ class QuantEmbedding(Packed, nn.Embedding):
     """
 
     embed_scale: Tensor | float | None
-    scalar_embed_scale: float | None  # what the tensor embed_scale holds, rounded to dtype
+    scalar_embed_scale: float | None  # the value of the tensor embed_scale, rounded to dtype
     dtype: torch.dtype
 
     def __init__(
@@ -118,7 +118,7 @@ class QuantEmbedding(Packed, nn.Embedding):
         return y if scale is None or of_op is not None else y * scale
 
     def _scale(self) -> Tensor | float | None:
-        """What rows are multiplied by: a tensor in their dtype."""
+        """The factor of the rows: a number, or a tensor in the rows' dtype; None: there is none."""
         scale = self.embed_scale
         return scale.to(self.dtype) if isinstance(scale, Tensor) else scale
 
@@ -138,7 +138,7 @@ class QuantEmbedding(Packed, nn.Embedding):
 
 
 def embedding_scale(embedding: nn.Embedding) -> Tensor | float | None:
-    """What the embedding multiplies its rows by, as QuantEmbedding takes it; None for nothing."""
+    """The factor of the embedding's rows, as QuantEmbedding takes it; None: there is none."""
     scale = getattr(embedding, "embed_scale", None)
     if not isinstance(scale, Tensor):
         return None if scale is None else float(scale)

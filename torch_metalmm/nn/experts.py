@@ -104,7 +104,7 @@ class QuantExperts(Activations, PackedState):
         return {stack: (format, self.shape(stack)[1]) for stack, format in self.formats.items()}
 
     def rows_of_both(self, merged: Tensor) -> tuple[Tensor, Tensor]:
-        """What of gate_up_proj or its bias, [E, 2 N, ...], is gate's and what up's; views."""
+        """The parts of gate and of up in gate_up_proj or its bias, [E, 2 N, ...]; views."""
         if GATE in self.formats:
             gate, up = merged.chunk(2, 1)
             return gate, up
@@ -135,7 +135,7 @@ class QuantExperts(Activations, PackedState):
         residual: Tensor | None,
         stacks: dict[str, Tensor] | None,
     ) -> Tensor:
-        """The same + residual, of other stacks where they are given."""
+        """forward() + residual, with other stacks where they are given."""
         kind, p = of_call(self._activations, x), stacks or self._parameters
         more = kind if residual is None else kind | {"residual": residual}
         return self._down(self._inner(x, ids, kind, p), ids, weights, more, p)
@@ -148,7 +148,7 @@ class QuantExperts(Activations, PackedState):
         )
 
     def _inner(self, x: Tensor, ids: Tensor, kind: dict[str, str], p: Any) -> Tensor:
-        """What each chosen expert's down multiplies, [T, C, N]."""
+        """The input of each chosen expert's down, [T, C, N]."""
         named, gate = self.formats, self.gate
         bias = p.get(f"{GATE_UP}_bias")
         if not self.is_gated:

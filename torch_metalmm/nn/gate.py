@@ -1,4 +1,4 @@
-"""What is between the products of a gated MLP: an activation of the gate, times the other half."""
+"""The step between the products of a gated MLP: an activation of the gate, times the other half."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ class Gate:
         return torch.stack((gate, up), dim + 1).flatten(dim, dim + 1)
 
     def of(self, gate: Tensor, up: Tensor) -> Tensor:
-        """The same in torch's ops."""
+        """activation(gate) * up in torch's ops."""
         if self.limit is not None:
             gate, up = gate.clamp(max=self.limit), up.clamp(-self.limit, self.limit)
         if self.activation == SWIGLU_OAI:

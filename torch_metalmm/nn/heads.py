@@ -47,8 +47,8 @@ def attended(
     held: Held,
     row: Tensor | None,
 ) -> tuple[Tensor, Tensor | None]:
-    """What the heads give [batch, length, values] for pre(x), and what sigmoid of it is yet to be
-    multiplied by: of one row, a gate of each value, which the output's product takes. row: see
+    """The result [batch, length, values] of the heads for pre(x), and, for one row, the gate whose
+    sigmoid is still to multiply each value, in the output's product; else None. row: see
     projected."""
     qkv, v, gate = _projected(r, ops, pre, x, row)
     cache, mask = kwargs.get(r.cache), kwargs.get(r.mask)  # type: ignore[arg-type]
@@ -187,7 +187,7 @@ def _projected(
 def projected(
     r: Heads | Mixer, ops: Ops, pre: Norm | None, x: Tensor, row: Tensor | None
 ) -> list[Tensor]:
-    """What the projections give for pre(x). row: that, where the layer has it, scaled."""
+    """The projections' results for pre(x). row: these results, scaled, where the layer has them."""
     if row is not None:
         return r.arranged([row])
     each = zip(r.projections, r.factors_of(x, r.projections), strict=True)
@@ -195,7 +195,7 @@ def projected(
 
 
 def projection(ops: Ops, pre: Norm | None, x: Tensor, layer: Any, factors: Tensor | None) -> Tensor:
-    """What the layer gives for pre(x), times the factors."""
+    """The layer's result for pre(x), times the factors."""
     if isinstance(layer, LinearPart):
         weight, bias = layer.weight, layer.bias
     else:

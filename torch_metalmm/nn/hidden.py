@@ -1,4 +1,4 @@
-"""What a model's decoder gives its output head, for heads that predict later tokens of it."""
+"""The hidden states that a model's decoder gives its output head, for heads of later tokens."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class LastHidden:
 
 
 def last_hidden(model: Any) -> LastHidden | None:
-    """That of the model, if somebody keeps it."""
+    """The model's last hidden states, if somebody keeps them."""
     hooks = model.get_decoder()._forward_hooks.values() if hasattr(model, "get_decoder") else ()
     return next((h.__self__ for h in hooks if is_ours(h)), None)
 

@@ -59,7 +59,7 @@ class FusedLayer(StandIn):
         self.recipe, self.step, self.form = recipe, step, form
         self.watch = Watch(layer, recipe.called(), recipe.ordered())
         self.dtype: torch.dtype | None = None  # the last x's, if the layer gives results of it
-        self.dtypes: list[torch.dtype | None] = []  # those of the norms then
+        self.dtypes: list[torch.dtype | None] = []  # the norms' dtypes for that x
         self._norms = [norm for norm in recipe.norms() if norm.name]
         self.confirmed: tuple[torch.dtype, set[torch.dtype]] | None = None
         self._positions = positions(layer)
@@ -156,7 +156,7 @@ class FusedLayer(StandIn):
         return self._scaled(y) if number == len(branches) - 1 else y
 
     def _held(self, x: Tensor, kwargs: dict[str, Any]) -> Held:
-        """What the step has for these arguments, made anew."""
+        """The step's Held for these arguments, made anew."""
         if self.step is None:
             return _NONE
         heads: Any = self.recipe.heads
@@ -239,7 +239,7 @@ class FusedLayer(StandIn):
     def _gated(
         self, ops: Ops, mlp: GatedMLP, norm: Norm | None, x: Tensor
     ) -> tuple[Tensor, tuple[Tensor, str] | None]:
-        """What down is given, as _joined takes it."""
+        """The input of down, as _joined takes it."""
         gate, up, _ = mlp.layers()
         weights, formats = mlp.weights(gate, up), (gate.format, up.format)
         if mlp.cut or (self.form == "swiglu_linear" and as_one_row(x)):
@@ -296,7 +296,7 @@ def positions(layer: nn.Module) -> list[str]:
 
 
 def _positions_of(heads: Heads, kwargs: dict[str, Any]) -> Tensor | None:
-    """Those by which q grows, if it does."""
+    """The positions by which q grows, if it does."""
     return None if heads.growth is None else kwargs.get(heads.growth.name)
 
 

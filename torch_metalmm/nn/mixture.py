@@ -81,9 +81,9 @@ class Mixture:
         return weight, bias, format_of(self.gate, weight)
 
     def _counted(self, ops: Any, rows: Tensor) -> dict[str, Any]:
-        """What route is to know of the shared expert: as what it counts.
+        """The arguments of route for the shared expert: its logit, or the row that makes the logit.
 
-        Its product of the gate is exact, and has no bias.
+        route's product with the row is exact, and has no bias.
         """
         if self.gate is None:
             return {"shared": self._counts_whole(rows)}
@@ -124,7 +124,7 @@ class Mixture:
         return y
 
     def _inner(self, ops: Any, rows: Tensor) -> tuple[Tensor, Any]:
-        """What the shared MLP's down is given, and down itself."""
+        """The input of the shared MLP's down, and down itself."""
         mlp: Any = self.shared
         gate, up, down = mlp.layers()
         given = (*mlp.weights(gate, up), gate.format, up.format, mlp.activation)

@@ -1,4 +1,4 @@
-"""What layers with a packed weight share: the weight, its format, and what may be set as weight."""
+"""Layers with a packed weight: the weight, its format, and what may be set as weight."""
 
 from __future__ import annotations
 

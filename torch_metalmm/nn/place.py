@@ -23,7 +23,7 @@ def place(rows: Tensor, device: torch.device | str | None) -> Tensor:
 def _copied(rows: Tensor, out: Tensor) -> Tensor:
     if rows.numel() == 0:
         return out
-    torch.mps.synchronize()  # what is queued may read memory that torch has given out again
+    torch.mps.synchronize()  # queued work may read memory that torch has given out again
     memory = torch.mps._host_alias_storage(out.untyped_storage())
     host = torch.empty(0, dtype=out.dtype)
     host.set_(memory, out.storage_offset(), out.shape, out.stride()).copy_(rows)

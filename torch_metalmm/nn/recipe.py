@@ -1,4 +1,4 @@
-"""What a decoder layer computes, in terms of our ops: models/fuse writes it, layer.py runs it."""
+"""The ops that a decoder layer computes: models/fuse writes it, layer.py runs it."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ class Attend:
     default: Callable[..., Any]
     config: Any
     constants: dict[str, Any]  # keyword arguments that are the same in every call
-    passed: tuple[str, ...]  # those that are the layer's own, by the same names
+    passed: tuple[str, ...]  # the layer's own arguments, by the same names
     own: dict[str, str]  # {keyword argument: the parameter of the attention that it is}
 
     def __post_init__(self) -> None:
@@ -77,7 +77,7 @@ class Attend:
         self.key = next(name for name in _IMPLEMENTATION if name in self.said)
 
     def name(self) -> Any:
-        """What the config says of the function."""
+        """The function's name in the config."""
         return self.said[self.key]
 
     def __getstate__(self) -> dict[str, Any]:
@@ -93,13 +93,13 @@ class Attend:
 
 
 class _Ordered:
-    """What takes the results of its projections in an order of its own."""
+    """A core that takes the results of its projections in an order of its own."""
 
     order: Tensor | None
     factors: Tensor | None
 
     def factors_of(self, x: Tensor, layers: tuple[Any, ...]) -> Sequence[Tensor | None]:
-        """What the layers' results for x are multiplied by."""
+        """The factors of the layers' results for x, in x's dtype."""
         factors = self.factors
         if factors is None:
             return [None] * len(layers)
@@ -108,7 +108,7 @@ class _Ordered:
         return torch.split(factors, [layer.weight.shape[0] for layer in layers])
 
     def arranged(self, parts: list[Tensor]) -> list[Tensor]:
-        """What is scaled, as one row in `order`, if there is one."""
+        """The parts, scaled already, as one row in `order`, if there is an order."""
         x, order = parts[0], self.order
         if order is None:
             return parts
@@ -120,7 +120,7 @@ class _Ordered:
 
 @dataclass
 class Growth:
-    """What q is multiplied by in long texts: 1 + rate log(1 + floor(position / size)).
+    """The factor of q in long texts: 1 + rate log(1 + floor(position / size)).
 
     The formula is that of Llama 4 (transformers: get_llama_4_attn_scale). name: the layer's
     argument that is positions, int64 [B, S]. numbers: a dict of the config, and its keys of both.
@@ -187,7 +187,7 @@ Limits = tuple[float, float | None]  # the least and the most; None: any
 
 @dataclass(kw_only=True)
 class Mixer(_Ordered):
-    """What mixes positions by a convolution of each channel: what makes its operands of x.
+    """A mixer of positions by a convolution of each channel: the layers that make its operands.
 
     projections: their results side by side are parts of `sizes`; order and factors as in Heads.
     conv: of the first part, or of what is made of some. rates: parameters of `attention`.
@@ -337,7 +337,7 @@ class Recipe:
     names: frozenset[str]  # the arguments that the layer was seen to take
     branches: tuple[Branch, ...]
     factor: str | None = None  # the layer's buffer that the result is multiplied by
-    rest: tuple[None, ...] | None = None  # what the result is in a tuple with
+    rest: tuple[None, ...] | None = None  # the Nones behind the result in a tuple
     streams: Streams | None = None
 
     def __post_init__(self) -> None:

@@ -19,7 +19,7 @@ _KINDS = (str, list, dict)  # of what a module says: how it scales, sections of 
 
 @dataclass
 class Tables:
-    """What a module computes of positions [B, S]: (cos, sin) as torch.ops.metalmm.rope_tables.
+    """A module's (cos, sin) for positions [B, S], as torch.ops.metalmm.rope_tables makes them.
 
     name: the buffer of frequencies. keeps_float: results are f32, else of x's dtype. axes: of
     positions [A, B, S], the one that a frequency takes; None where there are none such.
@@ -65,7 +65,7 @@ class _Laid(NamedTuple):
 
 
 class _Made(NamedTuple):
-    """What a call has computed for those of the other kinds."""
+    """The pairs (cos, sin) that a call has computed for the other kinds."""
 
     positions: Tensor
     version: int
@@ -171,7 +171,7 @@ class FusedRotation(StandIn):
 
 
 def said_by(module: nn.Module) -> list[tuple[str, Any]]:
-    """What a module says of itself beside numbers."""
+    """The texts, lists and dicts among a module's attributes, but for private ones."""
     return [(n, v) for n, v in vars(module).items() if isinstance(v, _KINDS) and n[0] != "_"]
 
 
@@ -220,7 +220,7 @@ def _form(angles: str, t: Tensor) -> Tensor:
 
 
 def _turned(angles: str, t: Tensor) -> Tensor:
-    """What the form makes of cos or sin, and of the angles themselves."""
+    """The table cos or sin in the form `angles`, or the angles themselves."""
     if angles == "back":
         return -t
     if angles == "twice":

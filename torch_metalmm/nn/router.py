@@ -19,7 +19,7 @@ _route = torch.ops.metalmm.route.default
 
 @dataclass
 class Router:
-    """What a module computes of x [T, K]: (anything, weights [T, top_k], ids [T, top_k]).
+    """A module that computes of x [T, K]: (anything, weights [T, top_k], ids [T, top_k]).
 
     weight, bias, choice_bias: names of tensors of the module or its children, None for none;
     choice_bias "" is the second argument. The weight may be a packed layer's. options: of
@@ -41,7 +41,7 @@ class Router:
     def choose(
         self, module: nn.Module, x: Tensor, *given: Tensor, **shared: Any
     ) -> tuple[Tensor, Tensor]:
-        """The same, weights in f32. shared: what the op has of a shared expert."""
+        """The routes, weights in f32. shared: the op's arguments for a shared expert."""
         owner, weight = tensor_of(module, self.weight)
         bias = None if self.bias is None else tensor_of(module, self.bias)[1]
         choice: Tensor | None = None

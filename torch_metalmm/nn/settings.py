@@ -1,4 +1,4 @@
-"""What modules compute with beside tensors: their numbers, and the code of their classes."""
+"""Settings of modules beside tensors: their numbers, and the code of their classes."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import nn
 
-# What fused forwards read when they run, and what decides nothing outside of training.
+# Attributes that fused forwards read when they run, or that decide nothing outside of training.
 _READ = frozenset(("training", "layer_idx", "gradient_checkpointing"))
 _SIZES = frozenset(("in_features", "out_features", "index"))  # of packed layers: weights have them
 _NUMBERS = (bool, int, float)

@@ -68,7 +68,7 @@ class Shard:
         return columns(self.format, whole, self.k, begin, end)
 
     def of_inputs(self, values: Tensor) -> Tensor:
-        """Those of [K] values that belong to this rank's columns; a view."""
+        """The part of `values` [K] that belongs to this rank's columns; a view."""
         return values if self.rows else values[slice(*self.range)]
 
     def join(self, parts: list[Tensor]) -> Tensor:

@@ -1,4 +1,4 @@
-"""What computes in place of a module that stays in the model."""
+"""A forward that computes in place of a module's own, while the module stays in the model."""
 
 from __future__ import annotations
 
@@ -22,5 +22,5 @@ class StandIn:
         del self.module.__dict__["forward"]
 
     def original(self, *args: Any, **kwargs: Any) -> Any:
-        """What the class's own computes."""
+        """The result of the class's own forward."""
         return type(self.module).forward(self.module, *args, **kwargs)

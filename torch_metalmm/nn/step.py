@@ -1,4 +1,4 @@
-"""What the attention layers of a model share in one forward."""
+"""The tensors and options that the attention layers of a model share in one forward."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _OF_SDPA = {"dropout", "scaling", "sliding_window", "softcap"}
 
 
 class Held(NamedTuple):
-    """What the layers of a step share: see Step.
+    """The tensors and options that the layers of a step share: see Step.
 
     versions: of `given`; None where cos and sin are those tensors, and where they have none.
     direct, options: see Step.direct and Step.op. growth: of q, as Growth has it of positions.
@@ -41,7 +41,7 @@ class Held(NamedTuple):
 
 
 class Step:
-    """What layers that rotate and attend alike share in one forward; the first computes it.
+    """The Held that layers which rotate and attend alike share in a forward; the first computes it.
 
     A forward is known by its cos and sin, which the model makes anew each time: `held` keeps these
     tensors, so no others get their identity. Two threads replace each other's `held`, each as a
@@ -65,7 +65,7 @@ class Step:
         return (*sizes, *names, attend.default, id(attend.config), constants)
 
     def of(self, cos: Tensor, sin: Tensor, positions: Tensor | None, x: Tensor) -> Held:
-        """What is held for these; the first layer that asks makes it. positions: of `growth`."""
+        """The Held of these tensors; the first layer that asks makes it. positions: of `growth`."""
         held, versions = self.held, self.held.versions
         if (
             held.given[0] is cos
@@ -91,7 +91,7 @@ class Step:
         return self.growth.of(positions, x.dtype)
 
     def still(self, x: Tensor, positions: Tensor | None) -> Held:
-        """What is held where x [batch, length, size] is not rotated."""
+        """The Held of an x [batch, length, size] that is not rotated."""
         cos = self.held.given[0]
         same = cos is not None and cos.dtype == x.dtype and cos.device == x.device
         if not same or cos.shape[1] != x.shape[1]:
@@ -99,7 +99,7 @@ class Step:
         return self.of(cos, cos, positions, x)
 
     def made(self, cos: Tensor, sin: Tensor, positions: Tensor | None, x: Tensor) -> Held:
-        """The same, made anew and not held, with the attention function itself."""
+        """The Held of these tensors, made anew and not kept, with the attention function itself."""
         function = self.attend.function()
         angles = tables(self.angles, cos, sin)
         of_q = positions, self._grown(positions, x)

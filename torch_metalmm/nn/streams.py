@@ -47,7 +47,7 @@ def corrected(s: Streams, ops: Ops, x: Tensor, y: Tensor) -> Tensor:
 
 
 def read(s: Streams, x: Tensor) -> Tensor:
-    """What the last branch is given."""
+    """The input of the last branch."""
     if s.vector is None:
         return x[0]
     vector: Any = s.vector[0]._parameters[s.vector[1]]

@@ -49,7 +49,7 @@ class Watch:
         self._forget()
 
     def _forget(self) -> None:
-        """What is derived from the modules' own dicts, which are others in a copy."""
+        """Empties the state derived from the modules' own dicts, which are others in a copy."""
         self._dicts: list[dict[str, Any]] = []
         self._families: list[tuple[dict[str, Any], tuple[Any, ...]]] = []
         self._buffers: list[dict[str, Any]] = []
