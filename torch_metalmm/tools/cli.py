@@ -177,7 +177,7 @@ def _quantize(args: argparse.Namespace) -> None:
 
     if not spec and args.imatrix is not None:
         raise ValueError("--imatrix: give --format, --pattern or both beside it")
-    start(args)  # what the machine lacks is said before weights are fetched
+    start(args)  # an error of the machine comes before weights are fetched
     args.source = fetch(args.source, is_packed_already)
     keeps_formats = is_packed_already(args.source)
     if args.output.exists() and args.source.exists() and args.output.samefile(args.source):

@@ -38,7 +38,7 @@ from .. import _C, formats
 
 # Part of nominal bandwidth: MLX's 4-bit vector kernels, 0.88 to 0.94 (MLX issue 3852).
 REACHED = 0.90
-# What a dispatch adds to a serial encoder that has others: 2.0 on an M1 Max (penta2himajin/qwisp
+# Time that a dispatch adds to a serial encoder with others: 2.0 on an M1 Max (penta2himajin/qwisp
 # pull request 158), 1.3 (kryptic-sh/infr pull request 14).
 LAUNCH_US = 2.0
 # Part of the matrix units' rate: llama.cpp's f16 products on the neural accelerators of an M5, 608
@@ -84,7 +84,7 @@ class Prediction:
 
     @property
     def bound(self) -> str:
-        """What takes longest: memory, issue, launch or decoding."""
+        """The part that takes longest: memory, issue, launch or decoding."""
         names = ("memory", "issue", "launch", "decoding")
         return max(names, key=lambda name: float(getattr(self, name)))
 

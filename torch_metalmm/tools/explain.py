@@ -1,4 +1,4 @@
-"""What the Metal engine would do with a matrix product, on a chip that need not be here."""
+"""The plan of the Metal engine for a matrix product, on a chip that need not be here."""
 
 from __future__ import annotations
 

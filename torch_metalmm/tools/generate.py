@@ -1,4 +1,4 @@
-"""What commands load: the demo model, files and folders."""
+"""The models that commands load: the demo model, files and folders."""
 
 from __future__ import annotations
 

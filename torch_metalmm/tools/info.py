@@ -37,7 +37,7 @@ def versions() -> Iterator[str]:
 
 
 def lines() -> Iterator[str]:
-    """What the command prints."""
+    """The lines that the command prints."""
     yield from versions()
     yield "what runs on this machine, and whether it is right: metalmm doctor"
     yield ""

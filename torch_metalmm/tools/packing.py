@@ -1,4 +1,4 @@
-"""What `metalmm quantize` reads and writes: dense models, packed folders and GGUF files."""
+"""Input and output of `metalmm quantize`: dense models, packed folders and GGUF files."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def load_dense(folder: Path, device: str, dtype: torch.dtype | None) -> tuple[An
 
 
 def importance_of(path: Path | None, model: Any, source: Path) -> dict[str, Tensor] | None:
-    """What the file says of the model that the source became. It says nothing of a head for later
+    """The file's importance for the model that the source became, but none for a head for later
     tokens, which neither `metalmm imatrix` nor llama-imatrix runs. ValueError, OSError: it cannot.
     """
     from ..files.imatrix import read_importance

@@ -13,7 +13,7 @@ from ..files.blame import blaming
 
 POOLINGS = ("mean", "cls", "last")
 _MODULES = "modules.json"
-# Of the model: the length of texts, the prompts, the similarity.
+# Settings of the model: the length of texts, the prompts, the similarity.
 _SETTINGS = ("sentence_bert_config.json", "config_sentence_transformers.json")
 
 

@@ -29,7 +29,7 @@ class Sequence:
         self.model, self._format = model, format
         self.keeps = keeps_cache(model)
         self.cache: Any = None
-        self.tokens: list[int] = []  # those whose keys and values the cache has
+        self.tokens: list[int] = []  # tokens whose keys and values the cache has
         self._long_from = long_from(model)
         self._is_long = False  # which of a longrope's factors turned the cache's keys
         self._logits = {"logits_to_keep": 1} if model._supports_logits_to_keep() else {}
@@ -144,7 +144,7 @@ def keeps_cache(model: Any) -> bool:
 
 
 def long_from(model: Any) -> int | None:
-    """Of how many tokens on a longrope turns all keys by its long factors; None: there is none.
+    """The number of tokens from which a longrope turns all keys by its long factors; None: no such.
 
     A forward chooses by its last position, and transformers reads a prompt in one. The dynamic
     type, which chooses too, does so beyond max_position_embeddings alone, where no prompt may be.

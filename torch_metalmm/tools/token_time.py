@@ -51,7 +51,7 @@ _SHARED, _NORM, _REST = 3, 8, 14
 # the rotation of a fused layer, else by one more.
 _ATTENTION, _APPEND = 2, 1
 _BESIDE = {"unfused": 22, "fused": 12}  # the last norm is in them, or a pass of ours
-# Of a replayed step: token, position, slots and length are written where the list reads them; the
+# Passes of a replayed step: token, position, slots and length, where the list reads them; the
 # next position, logits as f32, the likeliest token and its copy for the host.
 _REPLAYED = 8
 
@@ -128,7 +128,7 @@ class TokenTime:
 
     @property
     def bound(self) -> str:
-        """What takes longer: GPU or host."""
+        """The part that takes longer: GPU or host."""
         return "GPU" if self.gpu >= self.host else "host"
 
 

@@ -1,1 +1,1 @@
-"""What answers on a terminal: `metalmm chat`, and what `metalmm generate` shares with it."""
+"""Answers on a terminal: `metalmm chat`, and the parts that `metalmm generate` shares with it."""

@@ -106,7 +106,7 @@ class Conversation:
 
 
 def _calls(message: Message) -> list[Message]:
-    """What the message asks to call: the name of each, and its id where it has one."""
+    """The calls that the message asks for: the name of each, and its id where it has one."""
     if message["role"] != "assistant":
         return []
     if message.get("tool_calls"):

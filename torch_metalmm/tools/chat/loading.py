@@ -31,7 +31,7 @@ class Loaded:
 
 
 def load(args: argparse.Namespace, generating: bool = True) -> Loaded:
-    """What the flags name. The loaders' errors, fetch's, and ValueError: it generates no text.
+    """The model that the flags name. The errors of loaders and fetch; ValueError: it makes no text.
 
     generating=False: the model need not.
     """
@@ -106,7 +106,7 @@ def _loaded(name: str, args: argparse.Namespace, generating: bool) -> tuple[Path
 
 
 def _own_format(model: Any) -> str | None:
-    """Of a PackedCache in the model's dtype, on which steps are replayed; None: it takes none."""
+    """The format of a PackedCache in the model's dtype, for replayed steps; None: it takes none."""
     from ...hf.caches.layers import DTYPE_NAMES
 
     name = DTYPE_NAMES.get(model.dtype)

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 
 class Mark(NamedTuple):
-    """What opens a part of an answer and what closes it, None: its end."""
+    """The texts that open and close a part of an answer; closes None: the answer's end."""
 
     opens: str
     closes: str | None
@@ -46,7 +46,7 @@ class Stops:
         self._rest = ""
 
     def feed(self, piece: str) -> str:
-        """What is certain to come before a stop string."""
+        """The text that is certain to come before a stop string."""
         if self.found:
             return ""
         self._rest += piece
@@ -57,7 +57,7 @@ class Stops:
         return self._take(len(self._rest) - held_back(self._rest, self.strings))
 
     def end(self) -> str:
-        """What was held back, where no stop string came of it."""
+        """The text that was held back, where no stop string came of it."""
         return "" if self.found else self._take(len(self._rest))
 
     def _take(self, count: int) -> str:
@@ -97,7 +97,7 @@ class Splitter:
             self.count += self._open is not None
 
     def end(self) -> Iterator[tuple[str, str]]:
-        """What was held back for a mark that did not come."""
+        """The text that was held back for a mark that did not come."""
         kind = self._open.kind if self._open else TEXT
         yield from self._take(kind, len(self._rest), 0)
 

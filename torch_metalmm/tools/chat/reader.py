@@ -12,10 +12,10 @@ QUOTES = '"""'
 
 
 def begun(text: str) -> str | None:
-    """What goes before another line of the message: the text has open quotes, or a backslash at its
+    """The text before another line of the message: it has open quotes, or a backslash at its
     end, which goes. None: the message is whole.
 
-    Only this backslash is taken: those before other new lines were pasted, and belong to the text.
+    Backslashes before other new lines stay: they were pasted, and belong to the text.
     """
     if text.startswith(QUOTES):
         is_open = len(text) < 2 * len(QUOTES) or not text.rstrip().endswith(QUOTES)
@@ -96,7 +96,7 @@ def _prompt_session(commands: Iterable[str]) -> Any:
 
 
 def _history() -> Any:
-    """What was typed in earlier chats, for the user alone; of this one, where it cannot be kept."""
+    """Messages of earlier chats, for the user alone; of this one, where they cannot be kept."""
     from prompt_toolkit.history import FileHistory, InMemoryHistory
 
     try:

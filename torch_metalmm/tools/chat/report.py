@@ -1,4 +1,4 @@
-"""What an answer took: a line for people, or an object for programs."""
+"""The time and tokens of an answer: a line for people, or an object for programs."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What commands print: answers as they come, on a terminal or into a pipe."""
+"""The output of commands: answers as they come, on a terminal or into a pipe."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 from .marks import CALL, TEXT, THOUGHT, Splitter, calls_of
 
 _DIM, _CALL, _ERROR = "dim", "cyan", "red"
-# Whatever a model writes, it moves no cursor and sets no title of a terminal.
+# A model's text moves no cursor and sets no title of a terminal, whatever is in it.
 _HARMLESS = {code: 0x2400 + code for code in range(32) if chr(code) not in "\n\t"}
 _HARMLESS |= {code: 0xFFFD for code in range(0x7F, 0xA0)}
 
@@ -20,7 +20,7 @@ def harmless(text: str) -> str:
 
 
 def one_line(error: BaseException) -> str:
-    """What the error says, harmless; transformers' run over several lines, MemoryError's none."""
+    """The error's message, harmless; transformers' run over several lines, MemoryError has none."""
     return harmless(" ".join(str(error).split())) or type(error).__name__
 
 
@@ -37,7 +37,7 @@ class Screen:
         self._err = _console(sys.stderr)
 
     def answer(self, prompt: Callable[[], str]) -> Writer:
-        """What to show an answer with; prompt(): the text that it answers, once it begins."""
+        """The writer of an answer; prompt(): the text that it answers, once it begins."""
         if self._quiet:
             return Writer(lambda _: None)
         if self._out is not None:

@@ -34,12 +34,12 @@ class Options:
     stops: list[str] = field(default_factory=list)
     max_new_tokens: int | None = None  # None: as many as the context has room for
     context: int | None = None  # None: the model's
-    form: Callable[[Tensor, Tensor], Tensor] | None = None  # what leaves out tokens, one answer's
-    bias: Callable[[Tensor, Tensor], Tensor] | None = None  # what changes their logits
+    form: Callable[[Tensor, Tensor], Tensor] | None = None  # leaves out tokens, for one answer
+    bias: Callable[[Tensor, Tensor], Tensor] | None = None  # changes their logits
     scores: Callable[[int, Tensor], object] | None = None  # gets each token, and all logits there
 
     def own_processors(self) -> list[Callable[[Tensor, Tensor], Tensor]]:
-        """Those that transformers has not."""
+        """The processors that transformers has not."""
         return [one for one in (self.bias, self.form) if one is not None]
 
     def generation(self) -> dict[str, Any]:
@@ -151,7 +151,7 @@ class Session:
         return self.go_on(text, list(self.tokenizer(text, verbose=False).input_ids), show)
 
     def go_on(self, prompt: str, ids: list[int], show: Callable[[str], object]) -> Answer:
-        """What follows the prompt, whose tokens are these. ValueError: as answer()."""
+        """The answer to the prompt, whose tokens are `ids`. ValueError: as answer()."""
         if not ids:
             raise ValueError("prompt: no tokens")
         room = self._room(len(ids))
@@ -212,7 +212,7 @@ class Session:
         pads = (self.tokenizer.pad_token_id, *self._end_tokens, 0)
         options = self.options.generation()
         if self.sequence.keeps:
-            # Whatever the model's generation config says: without use_cache each step would append
+            # The model's generation config is overruled: without use_cache each step would append
             # the whole sequence to the cache, and a second kind of cache is refused.
             options |= {cache_of_generate(): self.sequence.cache, "use_cache": True}
             options["cache_implementation"] = None
@@ -241,7 +241,7 @@ class Session:
         return "interrupted" if self._stopped.is_set() else "length"
 
     def _own_drafter(self) -> Drafter | None:
-        """Of our own loop; None: there are no drafts, or transformers' loop takes those of a model:
+        """Our loop's drafter; None: there are none, or transformers' loop takes those of a model:
         it translates other vocabularies, and knows models and caches that ours does not."""
         from ...hf.decoding import why_undrafted
 
@@ -291,7 +291,7 @@ class Session:
 
 
 def drafters(draft: Any, model: Any, tokenizer: Any) -> Callable[[], Drafter] | None:
-    """What makes the drafter of a text, by a draft of Session; None: it has other tokens, or
+    """A maker of a text's drafter, by a draft of Session; None: the draft has other tokens, or
     more."""
     from ...hf.decoding import drafter_of
 

@@ -9,12 +9,12 @@ from typing import Any
 
 from .marks import KEPT, Stops
 
-_UNFINISHED = "\N{REPLACEMENT CHARACTER}"  # what bytes decode to that are not yet a character
+_UNFINISHED = "\N{REPLACEMENT CHARACTER}"  # the text of bytes that are not yet a character
 
 
 @dataclass
 class Answer:
-    """What came, and what it took."""
+    """The text and tokens that came, and the time they took."""
 
     text: str
     finish: str  # stop, length or interrupted
@@ -26,7 +26,7 @@ class Answer:
 
 
 class Stream:
-    """What generate() of transformers calls for each token: a streamer.
+    """A streamer, which generate() of transformers calls for each token.
 
     show is called with each piece of text that is certain: whole characters, and nothing of a stop
     string. Special tokens are left out, but for those that mark a part of the answer.

@@ -93,7 +93,7 @@ def _asked(text: str) -> Message:
 
 
 def _messages(first: str | None) -> Iterator[str | Message]:
-    """What is asked, or typed and perhaps a command. first: the text of files, which is none."""
+    """Messages: asked, or typed and perhaps commands. first: the text of files, no command."""
     from .commands import COMMANDS
 
     if first is not None:

@@ -36,7 +36,7 @@ class Template:
 
     def __init__(self) -> None:
         self.text = ""
-        self._variables: dict[str, Any] = {}  # what it knows beside messages and tools
+        self._variables: dict[str, Any] = {}  # special tokens, beside messages and tools
         self._child: subprocess.Popen[bytes] | None = None
         self._is_ready = False
 
@@ -54,7 +54,7 @@ class Template:
     def start(self) -> subprocess.Popen[bytes]:
         """Let the process come up, without waiting for it; render() needs no start."""
         if self._child is not None and self._child.poll() is not None:
-            self.close()  # it ended between two chats' turns: another one takes its place
+            self.close()  # the process ended between two chats' turns: a new one takes its place
         if self._child is None:
             self._is_ready = False
             self._child = subprocess.Popen(
@@ -143,7 +143,7 @@ def _memory(pid: int) -> int:
 
 
 def serve(seconds: int) -> None:
-    """What the process does: a line of JSON in, a line of JSON out, until standard input ends."""
+    """The process of a template: a line of JSON in, one out, until standard input ends."""
     from transformers.utils.chat_template_utils import render_jinja_template
 
     print(flush=True)  # ready

@@ -1,4 +1,4 @@
-"""What `metalmm doctor` computes on a device: the kernels, and the list of all checks."""
+"""The checks of `metalmm doctor` on a device: those of the kernels, and the list of all."""
 
 from __future__ import annotations
 

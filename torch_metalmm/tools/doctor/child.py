@@ -22,7 +22,7 @@ _MESSAGE_LINES = 60
 
 
 def steps(device: str) -> Iterator[Step]:
-    """What the device reports of itself, then its checks."""
+    """The step of the facts that the device reports, then its checks."""
     yield "device", partial(_device, device)
     for check in checks(device):
         yield check.name, partial(perform, check, device)

@@ -1,4 +1,4 @@
-"""What a check of `metalmm doctor` is, and how its result is judged.
+"""A check of `metalmm doctor`, and how its result is judged.
 
 Every reference is the specification (torch_metalmm.formats) and float64 on the CPU, never the
 engine under test.

@@ -17,7 +17,7 @@ from typing import Literal
 
 @dataclass(frozen=True)
 class Outcome:
-    """What a step ends with: its line, whether all is well, and what follows.
+    """The end of a step: its line, whether all is well, and what follows.
 
     "go on"; "anew": go on in another process, for this one may be in no state to do so; "stop".
     """

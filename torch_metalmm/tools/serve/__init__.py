@@ -1,1 +1,1 @@
-"""What answers over HTTP: `metalmm serve`, an API as OpenAI's."""
+"""Answers over HTTP: `metalmm serve`, an API as OpenAI's."""

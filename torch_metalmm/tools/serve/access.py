@@ -44,7 +44,7 @@ class Access:
         kind, _, given = request.headers.get("authorization", "").partition(" ")
         keys = [given] if kind.lower() == "bearer" else []
         for key in (*keys, request.headers.get("x-api-key", "")):
-            # Of hashes the time of a comparison says nothing about a key.
+            # The time of a comparison of hashes says nothing about a key.
             owner = self.owners.get(hashlib.sha256(key.encode()).digest())
             if owner is not None:
                 return owner

@@ -27,7 +27,7 @@ _Found = TypeVar("_Found")
 
 @dataclass(frozen=True)
 class Answering:
-    """What answers need. Those of one request have as many places of the engine's queue."""
+    """The parts that answers need. Each answer of a request has a place of the engine's queue."""
 
     name: str  # of the model
     engine: Engine
@@ -136,7 +136,7 @@ class _Events:
 
 
 async def unless_gone(request: Request, work: Coroutine[Any, Any, _Found]) -> _Found:
-    """What the work gives. ClientDisconnect: the client goes before."""
+    """The result of the work. ClientDisconnect: the client goes before."""
 
     async def gone() -> None:
         while (await request.receive())["type"] != "http.disconnect":

@@ -59,7 +59,7 @@ class Limits:
 
 @dataclass(frozen=True)
 class Server:
-    """What the routes need."""
+    """The parts that the routes need."""
 
     name: str  # of the model
     engine: Engine
@@ -222,7 +222,7 @@ class Server:
             warn_once(f"model: requests name others; {self.name} answers them all")
 
     async def _asked(self, request: Request, kind: type[_Asked]) -> _Asked:
-        """What the body asks for. ApiError: it is malformed, or a list is longer than it may be."""
+        """The body's request. ApiError: it is malformed, or a list is longer than it may be."""
         asked = parse(kind, await body_of(request, self.limits.body))
         for name in ("messages", "input", "tools"):
             self._check_count(name, getattr(asked, name, None))
@@ -247,7 +247,7 @@ def _encoded(vector: Any, as_text: bool) -> Any:
 
 
 async def _told(request: Request, error: Exception) -> Response:
-    """Of Starlette: no such path, a method that is not there."""
+    """The response to an error of Starlette: no such path, a method that is not there."""
     assert isinstance(error, HTTPException)
     response = refused(request.url.path, ApiError(error.status_code, error.detail))
     response.headers.update(error.headers or {})

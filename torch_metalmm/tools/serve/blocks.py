@@ -1,4 +1,4 @@
-"""What Anthropic's API and OpenAI's of responses have in common: answers as blocks, not choices."""
+"""The common part of Anthropic's API and OpenAI's of responses: answers as blocks, not choices."""
 
 from __future__ import annotations
 
@@ -80,7 +80,7 @@ def objects(given: Any, field: str) -> list[Object]:
 
 
 def text_of(content: Any, kinds: tuple[str, ...], field: str) -> str:
-    """Of a text, or of parts of these kinds. ApiError 400: it is neither."""
+    """The text of a string, or of parts of these kinds. ApiError 400: `content` is neither."""
     if content is None or isinstance(content, str):
         return content or ""
     texts = []

@@ -29,7 +29,7 @@ class Wanted:
 
 @dataclass(frozen=True)
 class Calls:
-    """What a request says of calls."""
+    """The functions of a request, and how they may be called."""
 
     tools: list[dict[str, Any]] | None  # that the chat template is told of
     functions: list[dict[str, Any]]  # that may be called
@@ -37,7 +37,7 @@ class Calls:
     are_many: bool  # whether more than one may come
 
     def form(self) -> Wanted | None:
-        """That of the call which must come, or of those that may, where one of them is strict."""
+        """The form of the call that must come, or of calls that may, if one of them is strict."""
         if self.is_forced:
             return Wanted("tool_choice", "grammar", _grammar(self.functions, is_forced=True))
         if any(function.get("strict") is True for function in self.functions):
@@ -79,7 +79,7 @@ def _functions(tools: Any) -> list[dict[str, Any]]:
 
 
 def _grammar(functions: list[dict[str, Any]], is_forced: bool) -> str:
-    """Of one call as JSON, in Lark's syntax. is_forced: by schemas that are not strict, too."""
+    """The grammar of one call as JSON, for Lark. is_forced: by schemas that are not strict, too."""
     rules = []
     for i, function in enumerate(functions):
         schema: dict[str, Any] = {}

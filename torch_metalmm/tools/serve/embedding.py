@@ -21,7 +21,7 @@ _REQUEST = 300_000  # tokens of a request: OpenAI's limit
 
 
 class Embedder:
-    """Of one model and tokenizer."""
+    """Embeddings of texts by one model and tokenizer."""
 
     def __init__(
         self,

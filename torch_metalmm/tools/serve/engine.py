@@ -36,7 +36,7 @@ class Finish(NamedTuple):
 
 
 class Prompt(NamedTuple):
-    """What an answer goes on from."""
+    """The text that an answer goes on from."""
 
     text: str
     ids: list[int]
@@ -54,7 +54,7 @@ class Job:
     seed: int | None
     tell: Callable[[str | Finish | Exception], None]  # called on the engine's thread
     owner: bytes = b""  # whose prompts it may have a beginning in common with
-    # Of a prompt with images: the arguments of generate() that say what it is, input_ids and more.
+    # A prompt with images as arguments of generate(), input_ids and more.
     inputs: Mapping[str, Any] = field(default_factory=dict)
     is_cancelled: bool = False
 
@@ -97,7 +97,7 @@ class Worker:
         threading.Thread(target=self._run, name=name, daemon=True).start()
 
     def call(self, function: Callable[[], T]) -> Future[T]:
-        """What it returns or raises, some time."""
+        """The future result or error of the function, which runs on the worker's thread."""
         future: Future[T] = Future()
         self._calls.put((future, function))
         return future
@@ -109,7 +109,7 @@ class Worker:
                 future.set_result(function())
             except BaseException as error:
                 future.set_exception(error)
-            del future, function  # what they hold is not kept until the next call
+            del future, function  # their memory is not kept until the next call
 
 
 @dataclass
@@ -141,7 +141,7 @@ class Engine:
         """Keep a place of the queue. ApiError 429: as many requests wait as may; 503: it ends."""
         with self._changed:
             self._check_open()
-            # Those that wait for a step to end, and not for a place, are not counted.
+            # Requests that wait for a step to end, and not for a place, are not counted.
             if len(self._waiting) + self._reserved >= self.queue + self.runner.room():
                 raise ApiError(
                     429, f"{self.queue} requests are waiting already", code="queue", retry_after=1

@@ -1,4 +1,4 @@
-"""What a request is refused with, in the shape of OpenAI's API."""
+"""Errors that a request is refused with, in the shape of OpenAI's API."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ class ApiError(Exception):
         }
 
     def named(self, names: Mapping[str, str]) -> ApiError:
-        """The same of the field that the client sent. names: {a field: the client's name of it}."""
+        """This error for the field the client sent. names: {a field: the client's name of it}."""
         if (name := names.get(self.param or "")) is None:
             return self
         said = str(self).replace(f"{self.param}:", f"{name}:", 1)
@@ -51,7 +51,7 @@ class ApiError(Exception):
 
 @contextmanager
 def naming(names: Mapping[str, str]) -> Iterator[None]:
-    """What raises an ApiError raises it as named(names)."""
+    """A block whose ApiErrors are raised as named(names)."""
     try:
         yield
     except ApiError as error:
@@ -59,7 +59,7 @@ def naming(names: Mapping[str, str]) -> Iterator[None]:
 
 
 def wrong(field: str, what: str, code: str | None = None) -> ApiError:
-    """What is wrong with a field of a request."""
+    """The error of a field of a request."""
     return ApiError(400, f"{field}: {what}", field, code)
 
 

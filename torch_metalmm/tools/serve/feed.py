@@ -1,4 +1,4 @@
-"""What comes from the engine's thread, for a request that is answered on the event loop."""
+"""Results of the engine's thread, for a request that is answered on the event loop."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _Found = TypeVar("_Found")
 
 
 class Feed:
-    """What comes of one request, up to a deadline. close() frees its places in the engine."""
+    """The results of one request, up to a deadline. close() frees its places in the engine."""
 
     def __init__(self, engine: Engine, seconds: float, count: int = 1) -> None:
         """With `count` places in the queue, for jobs or a task that are still to be prepared.
@@ -58,7 +58,7 @@ class Feed:
             self._reserved -= 1
 
     async def within(self, work: Awaitable[_Found]) -> _Found:
-        """What the work gives. ApiError 504: the deadline comes first."""
+        """The result of the work. ApiError 504: the deadline comes first."""
         try:
             with anyio.fail_after(max(0.0, self._end - time.monotonic())):
                 return await work
@@ -77,7 +77,7 @@ class Feed:
         return index, came
 
     async def pieces(self) -> AsyncIterator[tuple[int, str | Scored | Finish]]:
-        """What comes of each job, its Finish last. ApiError: as result()."""
+        """The pieces of each job, its Finish last. ApiError: as result()."""
         left = len(self._requests)
         while left:
             index, came = await self.result()

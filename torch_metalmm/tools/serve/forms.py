@@ -21,7 +21,7 @@ from .errors import unsupported, wrong
 
 
 class Forms:
-    """Those of one model's answers; from the threads of requests."""
+    """The forms of one model's answers; used from the threads of requests."""
 
     def __init__(self, model: Any, tokenizer: Any) -> None:
         self._tokenizer, self._ends = tokenizer, end_tokens(model)

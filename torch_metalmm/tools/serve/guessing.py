@@ -1,4 +1,4 @@
-"""What may come next in answers that share steps, drafted before the step that checks it."""
+"""Guesses of the next tokens in answers that share steps, drafted before the step that checks."""
 
 from __future__ import annotations
 
@@ -91,7 +91,7 @@ class Guessing:
                     self._lose(text, error)
 
     def guesses(self, texts: Sequence[Drafted], most: int) -> list[list[int]]:
-        """What follows each text, at most so many tokens: of none where one has no draft."""
+        """Tokens guessed behind each text, at most so many; behind none where one has no draft."""
         self._is_timed, self._firsts = True, firsts.count
         none: list[list[int]] = [[] for _ in texts]
         pace, count = self._paces[len(texts)], most

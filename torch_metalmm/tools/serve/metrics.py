@@ -1,4 +1,4 @@
-"""What a server did since it began, as Prometheus reads it."""
+"""Counters of a server since it began, as Prometheus reads them."""
 
 from __future__ import annotations
 

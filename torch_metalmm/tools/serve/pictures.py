@@ -47,7 +47,7 @@ def content_of(content: Any, kinds: tuple[str, ...], field: str) -> str | list[O
 
 
 def _url_of(part: Object, field: str) -> str:
-    """Of an image of OpenAI's chats and responses, and of Anthropic's messages."""
+    """The URL of an image in OpenAI's chats and responses, and in Anthropic's messages."""
     given = part.get("image_url", part.get("source", part))
     if isinstance(given, dict):
         data = given.get("data")

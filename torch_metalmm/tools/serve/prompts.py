@@ -1,4 +1,4 @@
-"""What a request is to be answered from: text and tokens."""
+"""The prompt that a request is answered from: text and tokens."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ _ROLES = ("system", "developer", "user", "assistant", "tool")
 
 
 class Prompts:
-    """Of one model. The chat template runs in its own process; one request at a time uses it."""
+    """The prompts of one model. A process runs its chat template, for one request at a time."""
 
     def __init__(
         self,
@@ -59,7 +59,7 @@ class Prompts:
         self._lock = threading.Lock()
 
     def facts(self) -> dict[str, Any]:
-        """What the model can do, as Ollama tells it."""
+        """The model's abilities, as Ollama tells them."""
         template = str(self._tokenizer.chat_template or "")
         signs = {
             "completion": True,
@@ -73,7 +73,7 @@ class Prompts:
         return {"capabilities": capabilities, "model_info": info, "template": template}
 
     def form(self, wanted: Wanted | None, prompt: str, ids: list[int]) -> Form | None:
-        """What keeps the answer to its form, if it has one. ApiError 400: it can have none."""
+        """The Form that the answer keeps, if it has one. ApiError 400: it can have none."""
         if wanted is None:
             return None
         if self._forms is None:
@@ -119,7 +119,7 @@ class Prompts:
         return found
 
     def _call_mark(self) -> str:
-        """What the model writes before a call, if its template says so."""
+        """The text that the model writes before a call, if its template says so."""
         for mark in MARKS:
             if mark.kind == CALL and mark.opens in self._template.text:
                 return mark.opens + ("\n" if mark.closes else "")
@@ -135,12 +135,12 @@ class Prompts:
         return before + text + after + suffix + gap
 
     def _gap(self) -> tuple[str, str, str] | None:
-        """Those of _GAPS that the vocabulary has."""
+        """The first of _GAPS whose words are in the vocabulary."""
         words = {token.content for token in self._tokenizer.added_tokens_decoder.values()}
         return next((gap for gap in _GAPS if words >= {*gap}), None)
 
     def spelled(self, token: int) -> str:
-        """What the token adds to an answer's text; nothing where it is hidden, as its end is."""
+        """The text that the token adds to an answer; "" where it is hidden, as the end is."""
         return "" if token in self._hidden else self.tokens.spelled(token)
 
     def bias(self, request: Generation, count: int) -> Bias | None:

@@ -16,7 +16,7 @@ from .errors import ApiError
 from .weights import Scored
 
 Object = dict[str, Any]
-Spell = Callable[[int], str]  # what a token adds to a text; "" of one that is never shown
+Spell = Callable[[int], str]  # a token's addition to a text; "" if it is never shown
 
 
 class Reply(Protocol):
@@ -114,7 +114,7 @@ class CompletionReply:
         self._offset = 0  # of the next scored token in the text
 
     def first(self) -> Iterator[Object]:
-        """What a stream begins with."""
+        """The first objects of a stream."""
         if self._before:
             yield self._choice({"text": self._before, "logprobs": None})
 
@@ -156,7 +156,7 @@ class CompletionReply:
         found: Object = {"tokens": [], "token_logprobs": [], "top_logprobs": [], "text_offset": []}
         for one in scored:
             text = self._spell(one.token)
-            # Of two that read alike the likelier one.
+            # The likelier one of two tokens that read alike is kept.
             tops = {self._spell(token): share for token, share in reversed(one.top)}
             for name, value in zip(found, (text, one.share, tops, self._offset), strict=True):
                 found[name].append(value)
@@ -180,7 +180,7 @@ class ChatReply(CompletionReply):
         self._may = calls
         self._part = 0  # of those that marks opened
         self.thought = ""
-        self._call = ""  # what came of the calls
+        self._call = ""  # the text of the calls so far
         self.calls: list[Object] = []
 
     def first(self) -> Iterator[Object]:

@@ -89,7 +89,7 @@ class Responses(Asked):
 
 
 def _add(messages: list[Object], item: Object) -> None:
-    """What an assistant thinks, says and calls in a row is one message."""
+    """Adds an item: thoughts, texts and calls of an assistant in a row are one message."""
     kind, role = item.get("type", "message"), item.get("role")
     if kind == "function_call_output":
         content = content_of(item.get("output"), _TEXTS, "input")

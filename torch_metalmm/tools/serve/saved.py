@@ -88,9 +88,9 @@ class SavedPrompts:
                 states.put(self._cache.pages.serial(pages[place]), [t[i] for t in tensors])
 
     def write(self) -> None:
-        """What the cache holds and no answer reads, the last used first. OSError: as replaced.
+        """Writes the pages that no answer reads, the last used first. OSError: as replaced.
 
-        It takes as much memory once more. Others may not read the file: it has texts.
+        The write takes as much memory once more. Others may not read the file: it has texts.
         """
         kept = self._cache.pages.kept()
         owners = list({f: None for _, f, _ in kept if isinstance(f, bytes)})
@@ -112,7 +112,7 @@ class SavedPrompts:
             new.chmod(0o600)
 
     def _states(self, pages: list[int]) -> dict[str, Tensor]:
-        """Of recurrent layers, behind which of these pages they are kept."""
+        """The states of recurrent layers, and behind which of these pages they are kept."""
         of_serial = {self._cache.pages.serial(page): i for i, page in enumerate(pages)}
         states = self._cache.states
         kept = {of_serial[s]: own for s, own in states.kept().items() if s in of_serial}
@@ -139,7 +139,7 @@ def _check(name: str, tensor: Tensor, dtype: torch.dtype, shape: list[int]) -> N
 
 
 def _digest(model: Any, cache: PagedCache) -> str:
-    """Of what the bits of rows depend on: weights, config, formats, how they are used."""
+    """A digest of all that rows' bits depend on: weights, config, formats, how they are used."""
     first: Any = cache.with_rows[0]
     kinds = [f"{type(x).__name__} {getattr(x, 'activations', None)}" for x in model.modules()]
     native: Any = _C  # mypy does not see into the module

@@ -41,7 +41,7 @@ class StreamOptions:
 
 @dataclass(kw_only=True)
 class Request:
-    """What all have."""
+    """The fields that all requests have."""
 
     # A field of the Chat or Completion that it becomes, or "images": what clients call it.
     names: ClassVar[Mapping[str, str]] = {"images": "messages"}
@@ -49,14 +49,14 @@ class Request:
 
 
 class Asked(Request):
-    """What asks for a text, in the words of one API."""
+    """A request for a text, in the words of one API."""
 
     def loaded(self, model: str) -> Object | None:
         """The answer where no text is asked for, but for the model in memory."""
         return None
 
     def made(self) -> Chat | Completion:
-        """The same in OpenAI's words. ApiError 400: they cannot say it."""
+        """The request in OpenAI's words. ApiError 400: they cannot say it."""
         raise NotImplementedError
 
     def reply(self, model: str, given: Any, prompts: list[Prompt], choices: list[Any]) -> Reply:
@@ -66,7 +66,7 @@ class Asked(Request):
 
 @dataclass(kw_only=True)
 class Generation(Asked):
-    """What chats and completions have."""
+    """The fields that chats and completions have in common."""
 
     max_tokens: int | None = None
     temperature: float | None = None
@@ -131,7 +131,7 @@ class Generation(Asked):
         return given[0] if given else None
 
     def biases(self) -> dict[int, float]:
-        """What is added to the logits of tokens. ApiError: it is malformed, or beyond +-100."""
+        """The numbers added to tokens' logits. ApiError: one is malformed, or beyond +-100."""
         given = {} if self.logit_bias is None else self.logit_bias
         try:
             found = {_token(key): float(value) for key, value in given.items()}
@@ -218,7 +218,7 @@ class Chat(Generation):
         return calls_of(self.tools, self.tool_choice, self.parallel_tool_calls is not False)
 
     def form(self) -> Wanted | None:
-        """That of the call which must come. Where calls may come, an answer has no other."""
+        """The form of the call that must come. Where calls may come, no other form is allowed."""
         own = super().form()
         if own is not None and self.calls.tools and not self.calls.is_forced:
             raise wrong(own.field, "given with tools that may be called; an answer has one form")
@@ -232,7 +232,7 @@ class Chat(Generation):
         return found
 
     def variables(self) -> dict[str, Any]:
-        """What the chat template knows beside messages and tools."""
+        """The chat template's variables beside messages and tools."""
         effort = self.reasoning_effort
         given: dict[str, Any] = {} if effort is None else {"reasoning_effort": effort}
         if effort is not None:  # the switch of templates that have no effort

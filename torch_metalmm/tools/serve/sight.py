@@ -1,4 +1,4 @@
-"""What a model sees: its processor, which makes tokens and tensors of texts with images."""
+"""Images for a model: its processor makes tokens and tensors of texts with images."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _WAITING = 4  # requests whose images are read or wait for it, each in a thread 
 
 
 class Sight:
-    """Of one model. Without a processor it says why images are refused.
+    """The images that one model sees, or, without a processor, why they are refused.
 
     The images of one request are read at a time: they and what is made of them take 600 MB where
     they have all the pixels that they may have.
@@ -40,7 +40,7 @@ class Sight:
             raise wrong("images", f"{len(urls)} images; at most {MOST}")
 
     def read(self, text: str, urls: list[str]) -> dict[str, Any]:
-        """What the model's generate() takes of the text, in which each image has a place:
+        """The arguments of generate() for the text, in which each image has a place:
         input_ids int64 [1, S] and tensors beside them.
 
         ApiError 400: the processor takes no such, or as opened(). 429: others wait already.
@@ -70,7 +70,7 @@ class Sight:
 
 
 def sight_of(model: Any, folder: Path) -> Sight:
-    """Of the model that was loaded from the folder or file."""
+    """The Sight of the model that was loaded from the folder or file."""
     from ...files.processor import read_processor
 
     takes = inspect.signature(model.forward).parameters

@@ -16,7 +16,7 @@ LARGE = 1 << 16  # bytes of a text or a body, after which memory is given back
 
 
 class Tokens:
-    """Of one model and tokenizer; from any thread."""
+    """The tokens of texts, for one model and tokenizer; used from any thread."""
 
     def __init__(self, model: Any, tokenizer: Any) -> None:
         self._tokenizer = tokenizer
@@ -48,7 +48,7 @@ class Tokens:
         return self.checked(ids, name)
 
     def spelled(self, token: int) -> str:
-        """What the token adds to a text."""
+        """The text that the token adds to a text."""
         before = self._tokenizer.decode(self._letter, clean_up_tokenization_spaces=False)
         both = self._tokenizer.decode([*self._letter, token], clean_up_tokenization_spaces=False)
         return str(both[len(before) :])
@@ -62,10 +62,10 @@ class Tokens:
 
 
 class Bound(NamedTuple):
-    """What the tokens of a text are at least."""
+    """A lower bound of the number of a text's tokens."""
 
     longest: int  # the most bytes of a text that one token stands for
-    dropped: bytes  # those that no token stands for
+    dropped: bytes  # the bytes that no token stands for
 
     def exceeds(self, text: bytes, most: int) -> bool:
         """Whether the text is more than so many tokens."""
@@ -85,7 +85,7 @@ def bound_of(tokenizer: Any) -> Bound | None:
         return None
     said, added = json.loads(backend.to_str()), tokenizer.added_tokens_decoder.values()
     model = said["model"]
-    if any(token.lstrip or token.rstrip for token in added):  # they take spaces beside them
+    if any(token.lstrip or token.rstrip for token in added):  # such take spaces beside them
         return None
     if model["type"] != "BPE" or not _grows(said["normalizer"]):
         return None
@@ -101,7 +101,7 @@ def bound_of(tokenizer: Any) -> Bound | None:
 
 
 def _letters() -> dict[int, str]:
-    """What byte-level tokenizers write for each byte that UTF-8 has."""
+    """The letters that byte-level tokenizers write for each byte that UTF-8 has."""
     from tokenizers.pre_tokenizers import ByteLevel
 
     codes = [*range(0x800), *range(0x800, 0xD800, 0x800), *range(0xE000, 0x110000, 0x1000)]

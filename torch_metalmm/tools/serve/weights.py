@@ -1,4 +1,4 @@
-"""What a request adds to logits, and what it is told of them."""
+"""Additions of a request to logits, and the shares of tokens that it is told."""
 
 from __future__ import annotations
 

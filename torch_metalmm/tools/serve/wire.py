@@ -1,4 +1,4 @@
-"""What a client may do to the connection, and refusals in the shape of a path's API.
+"""Limits of a client's connection, and refusals in the shape of a path's API.
 
 uvicorn refuses with a text, waits for ever for a request's head and for a client that reads
 nothing, and counts no connections: those that say half of a request would take all descriptors.
@@ -69,7 +69,7 @@ def connections_of(requests: int) -> int:
 
 
 def protocol(connections: int) -> type[Protocol]:
-    """Of a server of so many connections."""
+    """The protocol of a server of so many connections."""
     return type("Protocol", (Protocol,), {"most": connections})
 
 
@@ -135,7 +135,7 @@ class Protocol(H11Protocol):  # type: ignore[misc]
             self.cycle.disconnected = True  # the app's own response would be a second one
             self.cycle.message_event.set()
         if self.conn.our_state not in (h11.IDLE, h11.SEND_RESPONSE):
-            self.transport.close()  # what is no HTTP came after a response, or beside one
+            self.transport.close()  # bytes that are no HTTP came after a response, or beside one
             return
         self._refuse(ApiError(400, msg))
 
