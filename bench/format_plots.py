@@ -20,7 +20,7 @@ COMMAND = "plot-formats"
 RESULTS = ROOT / "bench" / "results.md"
 PAGE = ROOT / "docs" / "guide" / "formats.md"
 PLOTS = ROOT / "docs" / "plots"
-MOST_PERPLEXITY = 600  # of the plot; beyond it a model predicts nothing
+MOST_PERPLEXITY = 600  # end of the plot; beyond it a model predicts nothing
 
 # Labels whose points have others beside them: how many points they stand apart, behind a line.
 APART = {

@@ -25,7 +25,7 @@ class Option(NamedTuple):
     """The arguments of argparse for an option, and its value where the command line has none."""
 
     help: str | None = None
-    kind: Any = str  # of its value; bool: a flag
+    kind: Any = str  # the value's type; bool: a flag
     normal: Any = None
     quick: Any = None  # with --quick, where that is another
     choices: Any = None

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 ABSENT = "–"
-Record = dict[str, Any]  # of what was measured, as a line of --json
+Record = dict[str, Any]  # a measurement, as a line of --json
 
 
 @dataclass

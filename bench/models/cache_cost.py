@@ -31,7 +31,7 @@ PARTS = ("bytes", "quality", "trained")
 FORMATS = "f32,f16,bf16,q8_0,q5_1,q5_0,q4_1,q4_0,iq4_nl,mxfp4"
 FORMATS += ",affine8_g64,affine6_g64,affine5_g64,affine4_g32,affine4_g64,affine3_g64,affine2_g64"
 SLOTS = (8192, 32768, 131072)
-TOKENS, WINDOW = 8192, 1024  # of the text; SmolLM2's that are predicted from one context
+TOKENS, WINDOW = 8192, 1024  # tokens of the text; SmolLM2's predicted from one context
 PROMPTS, PROMPT, ANSWER = 4, 64, 64  # greedy answers to the beginnings of windows
 DYNAMIC = "DynamicCache, f32"
 

@@ -27,7 +27,7 @@ NEW = 32  # tokens of an answer
 FIRST, GROWTH = 224, 64  # tokens of the first prompt, and by which each is longer than the last
 _SEEDS = count()
 
-Turns = list[list[Streamed]]  # of each turn those of the clients
+Turns = list[list[Streamed]]  # for each turn the answers to the clients
 
 
 def run(run: Run) -> Iterator[Record]:

@@ -29,7 +29,7 @@ FEW, MANY = 2, 12  # layers
 HIDDEN = 64
 CONTEXT = 32
 BURST = 8  # steps in a turn of a model
-_COUNTS = ("ops_us", "our_ops", "other_ops", "views")  # of what a layer calls, where that is seen
+_COUNTS = ("ops_us", "our_ops", "other_ops", "views")  # a layer's ops, where they are seen
 
 
 def tiny_llama(layers: int) -> Any:
@@ -37,7 +37,7 @@ def tiny_llama(layers: int) -> Any:
     return llamas.random_llama(llamas.Shape(HIDDEN, layers, 2 * HIDDEN, HIDDEN, 4, 2, HIDDEN // 4))
 
 
-Pair = tuple[float, float]  # of few layers, and of many
+Pair = tuple[float, float]  # seconds of few layers, and of many
 
 
 class Stepped:

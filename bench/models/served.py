@@ -162,7 +162,7 @@ def resident(pid: int) -> int:
 
 
 class Server(NamedTuple):
-    name: str  # of the model
+    name: str  # the model's name
     url: str  # http://127.0.0.1:PORT
     pid: int
 

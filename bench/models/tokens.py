@@ -177,9 +177,9 @@ class Race:
 
     system: Any
     fields: Record
-    plain: Race | None = None  # of the same model before fuse_
+    plain: Race | None = None  # the race of the same model before fuse_
     steps: list[float] = field(default_factory=list)
-    hosts: list[float] = field(default_factory=list)  # of the main thread, until feed() returns
+    hosts: list[float] = field(default_factory=list)  # the main thread's, until feed() returns
     prefills: list[float] = field(default_factory=list)
     rounds: list[float] = field(default_factory=list)  # median step of each
 

@@ -81,9 +81,9 @@ class Shape:
 class Rounds:
     """The roundings beyond arithmetic in f32."""
 
-    dtype: torch.dtype = torch.float32  # of q and the result
-    score: float = 0.0  # of a score, in proportion to |q| |k|, and of a weight
-    value: float = 0.0  # of v, in proportion to it
+    dtype: torch.dtype = torch.float32  # dtype of q and the result
+    score: float = 0.0  # error of a score in proportion to |q| |k|, and of a weight
+    value: float = 0.0  # error of v in proportion to v
     sums: torch.dtype = torch.float32  # in which weighed values are added
     q_error: Callable[[Tensor], Tensor] | None = None  # the largest |change| of q
 
@@ -98,7 +98,7 @@ class Variant:
     """call(i) with cache i gives [B, heads, S, D], or [B, S, heads, D] where `queries_first`."""
 
     name: str
-    format: str  # of the cache
+    format: str  # the cache's format
     call: Callable[[int], Tensor]
     queries_first: bool
     rounds: Rounds

@@ -20,7 +20,7 @@ from ..shapes import parse_ints, parse_product
 
 ops = torch.ops.metalmm
 DRAWS = 16  # sets of ids that calls take in turn
-ROUNDINGS = 12  # of an activation, the product with up, and a sum weighted by scores, in f32
+ROUNDINGS = 12  # an activation, the product with up, and a sum weighted by scores, in f32
 SIZES = "EXPERTSxCHOSENxNxK"
 
 

@@ -34,11 +34,11 @@ MATMULS = {  # name -> strategy, what the engine chooses if None
     "gemm": "gemm",
     "gemm-dense": "dense",
 }
-PROBES = ("add", "sub", "mul", "div", "dot")  # of torch.ops.metalmm.probe
+PROBES = ("add", "sub", "mul", "div", "dot")  # ops of torch.ops.metalmm.probe
 OF_ROWS = {"dequantize": "N K", "embedding": "COUNT N K", "swiglu": "M N K"}
 OPERATIONS = (*PROBES, *MATMULS, *OF_ROWS)
 SHOWN = 4
-SILU_ROUNDINGS = 8  # of exp, +, / and the product with up, in f32
+SILU_ROUNDINGS = 8  # exp, +, / and the product with up, in f32
 
 
 def sizes_of(name: str) -> str:

@@ -19,7 +19,7 @@ from ..shapes import Shape, parse_ints, parse_shape
 
 ops = torch.ops.metalmm
 EPS = 1e-5
-ROUNDINGS = 8  # of the square root, the quotient and the products of the norm, in f32
+ROUNDINGS = 8  # the square root, the quotient and the products of the norm, in f32
 AGAINST = {"norm_linear": "norm_then_linear", "residual": "linear_then_add"}
 
 

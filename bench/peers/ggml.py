@@ -21,10 +21,10 @@ from ..devices import CPU, Device
 
 _P, _SIZE, _INT, _LONG = ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int, ctypes.c_int64
 _FLOAT = ctypes.c_float
-_BUFFER_OFFSET = 8  # of ggml_tensor.buffer, after the type and its padding
+_BUFFER_OFFSET = 8  # offset of ggml_tensor.buffer, after the type and its padding
 _SUFFIX = {"darwin": ".dylib", "win32": ".dll"}.get(sys.platform, ".so")
 
-BLOCKS = (32, 256)  # of formats of W
+BLOCKS = (32, 256)  # values of a block of W
 # Formats of keys and values, by the numbers that ggml has for them.
 TYPES = {"f32": 0, "f16": 1, "q4_0": 2, "q4_1": 3, "q5_0": 6, "q5_1": 7, "q8_0": 8, "iq4_nl": 20}
 _F32, _F16 = TYPES["f32"], TYPES["f16"]

@@ -19,9 +19,9 @@ from torch.nn.attention.bias import causal_lower_right
 
 from ..devices import captured
 
-Call = Callable[[Tensor, Tensor], Tensor]  # of keys and values [B, kv_heads, T, D]
+Call = Callable[[Tensor, Tensor], Tensor]  # a function of keys and values [B, kv_heads, T, D]
 FIRST = ("grouped", "causal", "mask")  # the ways that transformers calls it
-MATH_BYTES = 4 << 30  # of the copies that math makes for each head of q, in f32
+MATH_BYTES = 4 << 30  # most bytes of the copies that math makes for each head of q, in f32
 BACKENDS = {
     "math": SDPBackend.MATH,
     "flash": SDPBackend.FLASH_ATTENTION,

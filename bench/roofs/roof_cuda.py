@@ -10,7 +10,7 @@ from torch import Tensor
 
 THREADS = 512
 GROUPS_PER_MULTIPROCESSOR = 4
-LOADS = 4  # of 16 bytes, a turn of a thread
+LOADS = 4  # loads of 16 bytes in a turn of a thread
 
 # A thread takes LOADS vectors a turn, as far apart as the grid has threads. The compiler keeps only
 # loads whose values are used: the thread stores the xor of its values if all bits are ones, which

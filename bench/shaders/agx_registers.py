@@ -27,7 +27,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-ARCHITECTURES = ("g13s", "g14s", "g15s", "g16s", "g17s")  # of M1 to M5
+ARCHITECTURES = ("g13s", "g14s", "g15s", "g16s", "g17s")  # M1 to M5
 _MAGIC, _SEGMENT = b"\xcf\xfa\xed\xfe", 0x19
 _REGISTERS, _SPILLED = 0, 14  # fields
 _OPTIONS = ["-std=metal3.1", "-O2", "-fno-fast-math", "-ffp-contract=off", "-w"]
@@ -127,7 +127,7 @@ def texts() -> Iterator[tuple[str, str]]:
 
     planned = passes()
     for kernel in _C.kernel_names():
-        constants = dict.fromkeys(_C.CONSTANTS, 0) | {"k": 4096}  # of a kernel without a format
+        constants = dict.fromkeys(_C.CONSTANTS, 0) | {"k": 4096}  # a kernel without a format
         if kernel in planned:
             constants = planned[kernel]["constants"]
         yield kernel, with_constants(_C.metal_source(kernel), constants)

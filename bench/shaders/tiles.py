@@ -19,7 +19,7 @@ from ..tables import Table, to_markdown
 from . import cells, foreign, ptx
 
 PRODUCT_CYCLES = 16
-_PRODUCT = "simdgroup_product"  # of counted_matrix.h
+_PRODUCT = "simdgroup_product"  # a function of counted_matrix.h
 OWN_RULES: ptx.Rules = (
     (rf"{_PRODUCT}\.\S+ .*", "product", PRODUCT_CYCLES),
     (r"ld\.shared\.\S+ .*", "load from threadgroup", 1),

@@ -17,7 +17,7 @@ class Layer:
     format: str
     m: int
     us: float
-    spread: float  # of the quartiles, microseconds
+    spread: float  # distance of the quartiles, microseconds
     linear_us: float | None  # torch's own
     roof_us: float
     predicted_us: float | None

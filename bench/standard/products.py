@@ -42,9 +42,9 @@ class Sampling:
     repetitions: int
     few: int  # where a sample takes longer than `slow`
     slow: float
-    samples_each: int  # of a repetition
+    samples_each: int  # samples of a repetition
     before: int  # samples of check and warm-up
-    least_seconds: float  # of a sample
+    least_seconds: float  # least duration of a sample
 
 
 ON_CPU = Sampling(20, 5, 0.01, 1, 5, 0.0)

@@ -18,11 +18,11 @@ from ..tables import Record
 Progress = Callable[[str], None]
 FORMAT = "q4_k"
 WHOLE = "8b"
-MEMORY_PART = 1 / 4  # of what the device may have: others run there, too
+MEMORY_PART = 1 / 4  # part of the device's memory: others run there, too
 STACK_SECONDS = 30.0
 ROUNDS, TOKENS = 3, 8
 CONTEXT = {"cpu": 32, "cuda": 128, "mps": 128}
-PASSES_OF_PROMPT = 4  # of a round: its prefill, its context, and the check
+PASSES_OF_PROMPT = 4  # passes of a round: its prefill, its context, and the check
 
 
 def bytes_of(shape: Any, format: str) -> tuple[float, float]:

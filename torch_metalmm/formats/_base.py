@@ -10,7 +10,7 @@ from torch import Tensor
 
 VALUES_AT_A_TIME = 1 << 20  # in a conversion: a few tens of MB of temporaries
 
-FLOOR = 2.0**-40  # of the largest, to within a factor of 2: what less importance counts as
+FLOOR = 2.0**-40  # part of the largest (within a factor of 2) that less importance counts as
 
 # The dtypes of activations, results and sources, by their names in formats and kernels.
 DTYPES = {"f32": torch.float32, "f16": torch.float16, "bf16": torch.bfloat16}

@@ -67,7 +67,7 @@ class _Grid(BlockFormat):
     block_values, fallback = 256, "iq4_nl"
     packs = False
     table: tuple[str, str]  # file and name
-    bits, count = 2, 8  # of the fields of a row of the table
+    bits, count = 2, 8  # bits and number of the fields of a row of the table
     levels: tuple[int, ...] = ()  # the values that fields stand for; empty: the fields
 
     _GRIDS: dict[str, Tensor] = {}

@@ -19,7 +19,7 @@ def mixed(
     """The input [batch, length, values] of the mixer's output layer for pre(x), and the norm that
     is still to be applied to it. row: see projected."""
     mask = kwargs.get(r.mask)  # type: ignore[arg-type]
-    if mask is not None:  # of padding, of which the layer makes zeros
+    if mask is not None:  # rows of padding become zeros, as in the layer
         if pre is not None:
             x, pre = ops.rms_norm(x, pre.weight(), pre.eps, pre.offset), None
         x, row = (x * mask[:, :, None]).to(x.dtype), None

@@ -35,7 +35,7 @@ from .step import Held, Step
 from .streams import through
 from .watch import Watch
 
-_NONE = Held()  # of layers without heads
+_NONE = Held()  # the Held of layers without heads
 
 
 class FusedLayer(StandIn):
@@ -64,7 +64,7 @@ class FusedLayer(StandIn):
         self.confirmed: tuple[torch.dtype, set[torch.dtype]] | None = None
         self._positions = positions(layer)
         self._dims = 3 if recipe.streams is None else 4
-        self._changes = -1  # of settings, when kind and alike were read
+        self._changes = -1  # changes() when kind and alike were read
         self._read_kinds()
 
     def _read_kinds(self) -> bool:

@@ -56,7 +56,7 @@ class PackedState(nn.Module):
                     f"got {given.dtype} {list(given.shape)}"
                 )
             if wrong:
-                rest[-1].append(f"{prefix}{leaf} {wrong}")  # of error_msgs
+                rest[-1].append(f"{prefix}{leaf} {wrong}")  # error_msgs
                 return
         super()._load_from_state_dict(state_dict, prefix, local_metadata, *rest)
 

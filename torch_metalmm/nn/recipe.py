@@ -170,13 +170,13 @@ class Heads(_Ordered):
     order: Tensor | None
     v_is_k: bool
     gate: str | None
-    qk_norms: tuple[Norm, Norm] | None  # of each head or of all, before the rotation
-    value_norm: Norm | None  # of each head of v, without a weight
+    qk_norms: tuple[Norm, Norm] | None  # norms of each head or of all, before the rotation
+    value_norm: Norm | None  # norm of each head of v, without a weight
     interleaved: bool
     angles: str
     shared: tuple[str, Any] | None = None
     factors: Tensor | None = None
-    growth: Growth | None = None  # of q, behind the rotation
+    growth: Growth | None = None  # growth of q, behind the rotation
 
     def norms(self) -> list[Norm | None]:
         return [*(self.qk_norms or ()), self.value_norm]
@@ -195,7 +195,7 @@ class Mixer(_Ordered):
 
     attention: nn.Module
     cache: str
-    mask: str | None  # of rows that are not of padding
+    mask: str | None  # the argument that masks rows of padding
     projections: tuple[Any, ...]
     order: Tensor | None
     factors: Tensor | None
@@ -253,7 +253,7 @@ class Whole:
     """A module that is called as it is, whatever it computes, with arguments of the layer."""
 
     module: nn.Module
-    name: str | None  # of the argument that is x; None: the first
+    name: str | None  # the argument that is x; None: the first
     passed: dict[str, str]  # {its argument: the layer's}
     constants: dict[str, Any]
 

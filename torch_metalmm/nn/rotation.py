@@ -14,7 +14,7 @@ from .stand_in import StandIn
 
 _rope_tables = torch.ops.metalmm.rope_tables.default
 _ALIGNED = 8  # columns of f16 in 16 bytes, at which kernels find rows
-_KINDS = (str, list, dict)  # of what a module says: how it scales, sections of frequencies
+_KINDS = (str, list, dict)  # types of a module's settings: scaling, sections of frequencies
 
 
 @dataclass

@@ -13,7 +13,7 @@ from torch import nn
 
 # Attributes that fused forwards read when they run, or that decide nothing outside of training.
 _READ = frozenset(("training", "layer_idx", "gradient_checkpointing"))
-_SIZES = frozenset(("in_features", "out_features", "index"))  # of packed layers: weights have them
+_SIZES = frozenset(("in_features", "out_features", "index"))  # packed layers': weights have them
 _NUMBERS = (bool, int, float)
 
 

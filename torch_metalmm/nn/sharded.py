@@ -21,7 +21,7 @@ from .linear import QuantLinear
 
 _linear = torch.ops.metalmm.linear.default
 
-Ranges = tuple[tuple[int, int], ...]  # of every rank: the first row (column), and the one behind
+Ranges = tuple[tuple[int, int], ...]  # for each rank the first row (column) and the one behind
 
 
 @dataclass(frozen=True)
@@ -184,7 +184,7 @@ class RowsEmbedding(Sharded, QuantEmbedding):
             ids, self.weight, self.format, self.embedding_dim, dtype=self.dtype
         )
         y = all_reduce(y.masked_fill(outside.unsqueeze(-1), 0), self.shard.ranks)
-        scale = self._scale()  # of the whole row: a rank rounds no part of it
+        scale = self._scale()  # scale of the whole row: a rank rounds no part of it
         return y if scale is None else y * scale
 
     def _check(self, ids: Tensor) -> None:

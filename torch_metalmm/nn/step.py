@@ -24,10 +24,10 @@ class Held(NamedTuple):
 
     given: tuple[Any, Any] = (None, None)  # the model's cos and sin
     versions: tuple[int, int] | None = None
-    name: Any = None  # of the function in the config
+    name: Any = None  # name of the function in the config
     cos: Any = None  # cos and sin for the op
     sin: Any = None
-    function: Any = None  # that computes attention
+    function: Any = None  # the function that computes attention
     direct: dict[str, Any] | None = None
     options: dict[str, Any] | None = None
     positions: Any = None

@@ -11,7 +11,7 @@ from torch import Tensor
 from .heads import TRACED, Ops, normed, projection
 from .recipe import Streams
 
-_exact = TRACED[None]  # of coefficients, whose rows are shorter than blocks
+_exact = TRACED[None]  # ops on coefficients, whose rows are shorter than blocks
 
 
 def through(

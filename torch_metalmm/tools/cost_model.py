@@ -58,7 +58,7 @@ class Chip:
     bandwidth_gb_s: float
     clock_mhz: float
     lanes_per_core: int
-    matmul_lanes_per_core: int  # of torch's matmul of f16 and bf16
+    matmul_lanes_per_core: int  # lanes of torch's matmul of f16 and bf16
 
     @classmethod
     def named(cls, name: str) -> Chip:
@@ -164,7 +164,7 @@ def cost(plan: Mapping[str, Any], chip: Chip) -> Prediction:
     scratch = plan["arranged_bytes"] + plan["workspace_bytes"]
     moved = n * args["w_stride"] + m * (k + n) * DTYPE_BYTES[dtype] + 2 * scratch
     turns = ceil(prod(main["grid"]) / chip.cores)
-    lanes = chip.lanes_per_core * chip.clock_mhz  # of a core, per microsecond
+    lanes = chip.lanes_per_core * chip.clock_mhz  # lanes of a core, per microsecond
     return Prediction(
         memory=moved / (chip.bandwidth_gb_s * 1e3 * REACHED),
         issue=turns * geometry["n"] * args["k_per_part"] * cycles / lanes,

@@ -126,7 +126,7 @@ def keeps_rows(model: Any, states: bool = False) -> bool:
     recurrent = [layer for layer in layers if isinstance(layer, LinearAttentionLayer)]
     if recurrent:
         fused = [each for module in model.modules() if (each := fused_layer(module)) is not None]
-        mixers = sum(each.recipe.mixer is not None for each in fused)  # that our ops compute
+        mixers = sum(each.recipe.mixer is not None for each in fused)  # mixers that our ops compute
         if not states or len(recurrent) != mixers:
             return False
     kinds = (*rows, DummyLayer, LinearAttentionLayer)
@@ -150,7 +150,7 @@ def long_from(model: Any) -> int | None:
     type, which chooses too, does so beyond max_position_embeddings alone, where no prompt may be.
     """
     given = getattr(model.config.get_text_config(decoder=True), "rope_parameters", None) or {}
-    kinds = [given, *(kind for kind in given.values() if isinstance(kind, dict))]  # of layers
+    kinds = [given, *(kind for kind in given.values() if isinstance(kind, dict))]  # layer types'
     lengths = [
         kind["original_max_position_embeddings"]
         for kind in kinds

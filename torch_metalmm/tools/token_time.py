@@ -39,7 +39,7 @@ OP_US = 15.0
 # ops, by the loop of hf/decoding.py, 2026-11-26.
 LAYER_US = {"unfused": 126.0, "fused": 41.0, "replayed": 3.4, "gpu": 0.0}
 BESIDE_US = {"unfused": 147.0, "fused": 161.0, "replayed": 60.0, "gpu": 0.0}
-HEAD_NORM_US = 15.0  # of a norm of q or k, unfused: a Qwen3 of the same sizes, 31 more a layer
+HEAD_NORM_US = 15.0  # a norm of q or k, unfused: a Qwen3 of the same sizes, 31 more a layer
 WAIT_US = 100.0  # a synchronize of the MPS stream
 CONTEXT = 128  # tokens before
 COPIED = 3  # DynamicCache: cat reads all rows and writes them, attention reads what was written

@@ -24,7 +24,7 @@ from .template import Template
 @dataclass
 class Loaded:
     name: str
-    path: Path  # of its file or folder
+    path: Path  # the model's file or folder
     model: Any
     tokenizer: Any
     draft: Any  # "lookup", an MtpHead, (model, tokenizer), or None

@@ -77,7 +77,7 @@ class Splitter:
         """prompt: may end with the mark that opens the answer. marks: those that are looked for;
         others stay in the text."""
         self._open, self._marks = opened_by(prompt, marks), marks
-        self.count = 0  # of the marks that opened a part
+        self.count = 0  # marks that opened a part
         self._rest = ""
         self._read = 0  # characters before the rest
         self.first_call: int | None = None  # where the mark of the first call begins

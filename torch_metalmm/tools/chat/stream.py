@@ -19,7 +19,7 @@ class Answer:
     text: str
     finish: str  # stop, length or interrupted
     prompt_tokens: int
-    kept_tokens: int  # of the prompt, read for an earlier answer
+    kept_tokens: int  # tokens of the prompt, read for an earlier answer
     new_tokens: int
     begun: float
     times: list[float]  # when each token came
@@ -40,7 +40,7 @@ class Stream:
         self._show, self._tokenizer = show, tokenizer
         self._hidden = hidden_tokens(tokenizer)
         self._seen: list[int] = []  # the tokens that are shown
-        self._from = self._to = 0  # of _seen: where decoding begins, and what of it was told
+        self._from = self._to = 0  # in _seen: where decoding begins, and where the part told ends
         self._is_prompt = True
 
     def put(self, value: Any) -> None:

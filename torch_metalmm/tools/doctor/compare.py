@@ -14,7 +14,7 @@ from torch import Tensor
 
 from ... import formats
 
-N, K = 96, 512  # of a matrix, where a check asks for no other
+N, K = 96, 512  # size of W, where a check asks for no other
 
 
 class Skipped(Exception):

@@ -30,7 +30,7 @@ from .compare import (
 
 _FAR = 1 << 32  # bytes, where a 32-bit offset begins anew
 _FAR_MEMORY = 8e9  # below, the tensor would crowd out everything else
-TOKENS = 20  # of the model that generates
+TOKENS = 20  # tokens that the model generates
 MEASURED = (14336, 4096)  # N x K of the matrix whose speed is measured
 _COLD_BYTES = 3 * (96 << 20)  # three times the largest cache that Apple builds
 _SAMPLE_SECONDS = 0.03  # seconds of a sample, to which the 10 µs of a command buffer add nothing

@@ -27,7 +27,7 @@ from ..info import versions
 # Seconds of a check, its process's start and the compilation of its kernels included.
 LIMIT = 120.0
 _CHILD = (sys.executable, "-m", "torch_metalmm.tools.doctor.child")
-_LAST_LINES = 25  # of what a process said before it died or was killed
+_LAST_LINES = 25  # output of a process before it died or was killed
 
 
 @dataclass(frozen=True)

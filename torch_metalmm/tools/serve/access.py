@@ -19,7 +19,7 @@ _BODY_SECONDS = 30.0  # to send a body
 class Access:
     owners: dict[bytes, bytes]  # {SHA-256 of a key: whose prompts its own may begin with}; or none
     hosts: list[str]  # names that a request may give the server; none: any
-    origins: list[str]  # of pages whose scripts may use the server
+    origins: list[str]  # origins of pages whose scripts may use the server
 
     def check(self, request: Request, is_open: bool) -> None:
         """Note whose the request is. ApiError 400, 401, 403: it may not.

@@ -29,10 +29,10 @@ _Found = TypeVar("_Found")
 class Answering:
     """The parts that answers need. Each answer of a request has a place of the engine's queue."""
 
-    name: str  # of the model
+    name: str  # the model's name
     engine: Engine
     prompts: Prompts
-    seconds: float  # of a request, the time it waits included
+    seconds: float  # limit of a request, the time it waits included
     has_scores: bool  # whether a token's logits are known when it comes
     metrics: Metrics
 

@@ -52,8 +52,8 @@ _TEXTS: dict[str, type[Asked]] = {
 @dataclass(frozen=True)
 class Limits:
     body: int  # bytes
-    messages: int  # of a chat, and texts of one request for embeddings
-    seconds: float  # of a request, the time it waits included
+    messages: int  # most messages of a chat, and texts of a request for embeddings
+    seconds: float  # limit of a request, the time it waits included
     requests: int  # at a time, those that are still read included
 
 
@@ -61,7 +61,7 @@ class Limits:
 class Server:
     """The parts that the routes need."""
 
-    name: str  # of the model
+    name: str  # the model's name
     engine: Engine
     prompts: Prompts | None  # None: the model generates no text
     embedder: Embedder

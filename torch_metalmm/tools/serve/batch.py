@@ -37,8 +37,8 @@ _LOG = logging.getLogger(__name__)
 # Tokens of the shortest part of a prompt, but of a prompt that is shorter: enough for kernels of
 # many rows, whose results for a row do not depend on the others.
 LEAST = 64
-SECONDS = 0.25  # that an answer under way waits for a part of another's prompt
-ROWS = 4  # of a step, whose bits in packed layers do not depend on how many there are
+SECONDS = 0.25  # an answer's wait for a part of another's prompt
+ROWS = 4  # rows of a step whose bits in packed layers do not depend on the number of rows
 
 
 def can_share(model: Any) -> bool:
@@ -306,10 +306,10 @@ class Batch(Runner):
             self._show([answer], [part])
             answer.extend(part)
         except PoolFull:
-            if not self._answers:  # of which none will end and give its pages back
+            if not self._answers:  # no answer will end and give its pages back
                 self._give_back()
             return
-        except Exception as error:  # of this prompt: nothing of the answers was touched
+        except Exception as error:  # the error of this prompt: nothing of the answers was touched
             self._drop(answer)
             _tell(answer, error)
             return

@@ -31,8 +31,8 @@ class Wanted:
 class Calls:
     """The functions of a request, and how they may be called."""
 
-    tools: list[dict[str, Any]] | None  # that the chat template is told of
-    functions: list[dict[str, Any]]  # that may be called
+    tools: list[dict[str, Any]] | None  # tools that the chat template is told of
+    functions: list[dict[str, Any]]  # functions that may be called
     is_forced: bool  # whether the answer must be a call
     are_many: bool  # whether more than one may come
 

@@ -28,9 +28,9 @@ class Finish(NamedTuple):
 
     reason: str  # stop or length
     prompt_tokens: int
-    kept_tokens: int  # of the prompt, read for an earlier answer
+    kept_tokens: int  # tokens of the prompt, read for an earlier answer
     new_tokens: int
-    right_guesses: int = 0  # of the new tokens, computed in a step with others before them
+    right_guesses: int = 0  # new tokens computed in a step with others before them
     wrong_guesses: int = 0
     stop: str = ""  # the string that ended it
 
@@ -41,7 +41,7 @@ class Prompt(NamedTuple):
     text: str
     ids: list[int]
     room: int  # tokens that may follow
-    inputs: Mapping[str, Any] = MappingProxyType({})  # of images, as Job has them
+    inputs: Mapping[str, Any] = MappingProxyType({})  # images, as Job has them
 
 
 @dataclass(eq=False)
@@ -190,7 +190,7 @@ class Engine:
                 try:
                     if self.runner.is_busy():
                         self.runner.step()
-                except Exception as error:  # of one step: the server goes on
+                except Exception as error:  # an error of one step: the server goes on
                     _LOG.error("a step failed", exc_info=error)
                     self.runner.fail(error)
 

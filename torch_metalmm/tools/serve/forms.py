@@ -44,7 +44,7 @@ class Forms:
         try:
             with self._lock:
                 tokens = self._tokens
-        except ValueError as error:  # of a tokenizer of another kind
+        except ValueError as error:  # a tokenizer of another kind
             raise unsupported(wanted.field, str(error)) from None
         if wanted.kind == "json":
             grammar = LLMatcher.grammar_from_json_schema(wanted.text, overrides=SPACING)

@@ -39,7 +39,7 @@ class Guessing:
         self._new = new
         self._idle: list[tuple[bytes, Drafter]] = [(b"", new()) for _ in range(texts)]
         self._paces = defaultdict[int, Pace](pace)
-        self._kinds: dict[Drafter, tuple[Pace, Hashable]] = {}  # of what was drafted last
+        self._kinds: dict[Drafter, tuple[Pace, Hashable]] = {}  # kind of the last draft
         self._sees = next((each for _, each in self._idle if isinstance(each, Sees)), None)
         self._is_timed, self._firsts = False, 0  # the step that is under way
 

@@ -27,7 +27,7 @@ _OPTIONS = {
 _HINTS = {
     *("num_ctx", "num_keep", "num_batch", "num_gpu", "main_gpu", "num_thread", "numa"),
     *("use_mmap", "use_mlock", "low_vram", "f16_kv", "vocab_only", "logits_all", "embedding_only"),
-    *("mirostat_tau", "mirostat_eta"),  # of mirostat, which is refused
+    *("mirostat_tau", "mirostat_eta"),  # numbers of mirostat, which is refused
 }
 # Values that say what is so without the option. num_predict: to the end, or the context's;
 # penalties are for all tokens.

@@ -12,10 +12,10 @@ from .errors import unsupported, wrong
 if TYPE_CHECKING:
     from PIL.Image import Image
 
-MOST = 32  # of one request
-_PIXELS = 1 << 26  # of all its images: 200 MB
+MOST = 32  # images of one request
+_PIXELS = 1 << 26  # pixels of a request's images: 200 MB
 _FORMATS = ("PNG", "JPEG", "WEBP", "GIF")
-_SCANS = 64  # of a JPEG: a progressive one has 10; each costs a walk over all its pixels
+_SCANS = 64  # scans of a JPEG: a progressive one has 10; each costs a walk over all pixels
 _KINDS = ("image", "image_url", "input_image")
 
 Object = dict[str, Any]

@@ -22,7 +22,7 @@ Spell = Callable[[int], str]  # a token's addition to a text; "" if it is never 
 class Reply(Protocol):
     """An answer to a request: events of a stream as they come, or all of it at the end."""
 
-    media_type: str  # of a stream
+    media_type: str  # a stream's media type
 
     def first(self) -> Iterator[str]: ...
     def feed(self, index: int, came: str | Scored | Finish) -> Iterator[str]: ...
@@ -109,9 +109,9 @@ class CompletionReply:
         self.finish = Finish("length", 0, 0, 0)
         self._index, self._spell, self._before = index, spell, before
         self._text = ""
-        self._scored: list[Scored] = []  # of the pieces that are still to come
+        self._scored: list[Scored] = []  # scores of the pieces that are still to come
         self._all: list[Scored] = []
-        self._offset = 0  # of the next scored token in the text
+        self._offset = 0  # place of the next scored token in the text
 
     def first(self) -> Iterator[Object]:
         """The first objects of a stream."""
@@ -178,7 +178,7 @@ class ChatReply(CompletionReply):
             marks = [m for m in MARKS if calls.tools or m.kind != CALL]
         self._splitter = Splitter(prompt, marks)
         self._may = calls
-        self._part = 0  # of those that marks opened
+        self._part = 0  # number of the part, of those that marks opened
         self.thought = ""
         self._call = ""  # the text of the calls so far
         self.calls: list[Object] = []

@@ -39,7 +39,7 @@ class Responses(Asked):
     background: Literal[False] | None = None
     truncation: Literal["disabled"] | None = None
     top_logprobs: Literal[0] | None = None
-    max_tool_calls: int | None = None  # of tools that a service would run itself
+    max_tool_calls: int | None = None  # calls of tools that a service would run itself
 
     def made(self) -> Chat:
         choice = self.tool_choice
@@ -118,7 +118,7 @@ class ResponseReply(BlockReply):
 
     def __init__(self, model: str, asked: Responses, choice: ChatReply) -> None:
         super().__init__(choice)
-        self._number = -1  # of the last event
+        self._number = -1  # number of the last event
         self._head = {
             "id": new_id("resp"),
             "object": "response",

@@ -31,7 +31,7 @@ class Seeing(Runner):
         self.inner, self._model, self._tokenizer = inner, model, tokenizer
         self._new_cache = new_cache
         self._job: Job | None = None
-        self._answer: tuple[Writing, Steps] | None = None  # of the job, once it is begun
+        self._answer: tuple[Writing, Steps] | None = None  # the job's answer, once it is begun
 
     def room(self) -> int:
         return max(0, self.inner.room() - (self._job is not None))
@@ -60,7 +60,7 @@ class Seeing(Runner):
         try:
             if self.inner.is_busy():
                 self.inner.step()
-        except Exception as error:  # of the other answers
+        except Exception as error:  # an error of the other answers
             _LOG.error("a step failed", exc_info=error)
             self.inner.fail(error)
         if (job := self._job) is None:
@@ -72,7 +72,7 @@ class Seeing(Runner):
             self._over(job)
         except ApiError as error:
             self._over(job).tell(error)
-        except Exception as error:  # of this answer: the others have nothing in common with it
+        except Exception as error:  # an error of this answer, with which the others share nothing
             _LOG.error("an answer failed", exc_info=error)
             self._over(job).tell(error)
 

@@ -18,7 +18,7 @@ class Single(Runner):
         self._session = session
         self._lock = threading.Lock()
         self._job: Job | None = None
-        self._owner = b""  # of what the session has kept
+        self._owner = b""  # owner of the text that the session has kept
 
     def room(self) -> int:
         return int(self._job is None)

@@ -85,7 +85,7 @@ def bound_of(tokenizer: Any) -> Bound | None:
         return None
     said, added = json.loads(backend.to_str()), tokenizer.added_tokens_decoder.values()
     model = said["model"]
-    if any(token.lstrip or token.rstrip for token in added):  # such take spaces beside them
+    if any(token.lstrip or token.rstrip for token in added):  # these tokens take spaces
         return None
     if model["type"] != "BPE" or not _grows(said["normalizer"]):
         return None
