@@ -31,11 +31,11 @@ CSRC = ROOT / "csrc"
 INCLUDE = CSRC / "msl"
 CACHE = ROOT / "build" / "msl"
 JOBS = min(os.cpu_count() or 1, 8)  # shaders compiled at once; containers see all CPUs of the host
-_ROOMS = ("language", "library", "host")  # of INCLUDE, for the emulator; the others are of GPUs
+_ROOMS = ("language", "library", "host")  # rooms of INCLUDE for the emulator; others are for GPUs
 _RUNTIME = ("emulator", "report", "api", "buffers", "memory", "rounding", "watchdog")
 _MAX_ROUNDS = 12
 
-METAL_VERSION = 310  # what metal/ is written in, and __METAL_VERSION__ where no other is asked for
+METAL_VERSION = 310  # the version that metal/ is written in, and the default of __METAL_VERSION__
 _PREPROCESS = ["-E", "-DMM_PREPROCESS", "-D__METAL__=1"]
 _PREPROCESS += ["-D__METAL_MACOS__=1", "-D__HAVE_BFLOAT__=1", "-D__HAVE_SIMDGROUP_MATRIX__=1"]
 _PREPROCESS += ["-D__HAVE_SIMDGROUP_REDUCTION__=1", "-U__x86_64__", "-U__linux__"]
@@ -56,7 +56,7 @@ _CODE += ["-mllvm", "-experimental-debug-variable-locations=false"]
 # Loops that metal/ unrolls stay loops, which halves a compilation; no result depends on it.
 _CODE += ["-mllvm", "-pragma-unroll-threshold=1", "-mllvm", "-pragma-unroll-full-max-iterations=1"]
 _CODE += ["-fno-plt"]  # a stub of the linker has no line, and belongs to no section of ours
-# What a checked library calls before each access, and where an alignment or an index is wrong.
+# Options by which a checked library calls us before each access, and at a wrong alignment or index.
 _CHECKS = ["-DMM_CHECKED", "-fsanitize=kernel-address"]
 _CHECKS += ["-fsanitize=alignment,array-bounds,integer-divide-by-zero"]
 # No alignment that a pointer's type implies is relied on: cast_pointer() of host/runtime.h checks.
@@ -81,7 +81,7 @@ class BuildError(RuntimeError):
 def zig(*arguments: str, text: str | None = None) -> subprocess.CompletedProcess[str]:
     """Runs a command of the ziglang package. BuildError if it is not installed."""
     command = [_zig(), *arguments]
-    # Its default is in the home folder, which a container may not have.
+    # zig's default cache is in the home folder, which a container may not have.
     env = {"ZIG_GLOBAL_CACHE_DIR": str(ROOT / "build" / "zig")} | os.environ
     return subprocess.run(command, input=text, capture_output=True, text=True, check=False, env=env)
 
@@ -260,7 +260,7 @@ def _readable(errors: str, file: str, places: list[tuple[str, int]]) -> str:
     return "\n".join(lines)
 
 
-# What parsed headers were made of is known by its bytes: a new environment has other times.
+# Files behind parsed headers are known by their bytes: a new environment has other times.
 _BY_CONTENT = ["-Xclang", "-fvalidate-ast-input-files-content"]
 _FRAME = re.compile(r"^(.*): error: stack frame size \((\d+)\) exceeds", re.MULTILINE)
 
@@ -392,7 +392,7 @@ def build_shader(shader: Shader, checked: bool) -> Path:
 
 @functools.cache
 def _tree_digest() -> str:
-    """Of all files that may make a shader: where none has changed, nothing is preprocessed."""
+    """A digest of all files that make shaders; if none has changed, nothing is preprocessed."""
     files = sorted(p for p in METAL.rglob("*") if p.is_file())
     return digest(_tool_digest(), _scripts(), *(str(f.relative_to(METAL)) for f in files), *files)
 

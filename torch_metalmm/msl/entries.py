@@ -12,7 +12,7 @@ from pathlib import Path
 METAL = Path(__file__).resolve().parents[2] / "metal"
 _SLOTS = r"kBind(Matmul|Gemv|Arranged|GemvArranged|Experts)"
 _ROW = re.compile(rf"^MM_STRATEGY\((\w+), *Matmul, *\w+, *{_SLOTS}, *(\w+)\)", re.M)
-_COLUMNS = 100  # of a line of clang-format
+_COLUMNS = 100  # columns of a line of clang-format
 
 
 def header_of(kernel: str, metal: Path) -> str:

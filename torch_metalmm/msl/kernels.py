@@ -24,7 +24,7 @@ class Shader:
 
     file: Path
     format: str = ""
-    struct: str = ""  # of the format
+    struct: str = ""  # the format's struct
     dtype: str = ""
 
     @property
@@ -51,5 +51,5 @@ def shader_of(kernel: str, metal: Path = METAL) -> Shader:
 
 
 def alone(kernel: str, metal: Path = METAL) -> Shader:
-    """What makes that kernel and no other. ValueError as shader_of."""
+    """The Shader that makes this kernel and no other. ValueError as shader_of."""
     return replace(shader_of(kernel, metal), dtype=kernel.rpartition("_")[2])

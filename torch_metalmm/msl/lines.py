@@ -14,7 +14,7 @@ _STAND_IN = "csrc/msl/"
 @functools.cache
 def _units(library: Path) -> list[tuple[Any, Any, list[tuple[int, int, int, bool]]]]:
     """(unit, line program, rows (address, file index, line, end)) of each compilation unit."""
-    from elftools.elf.elffile import ELFFile  # what runs on a GPU has no use for pyelftools
+    from elftools.elf.elffile import ELFFile  # shaders of a GPU need no pyelftools
 
     with library.open("rb") as f:
         elf = ELFFile(f)

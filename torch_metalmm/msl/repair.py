@@ -15,7 +15,7 @@ _ERROR = re.compile(
     r"(?P<kind>error|note|fatal error):(?P<text>[^\n]*)$",
     re.MULTILINE,
 )
-# What Metal rounds, and clang does not convert.
+# Casts that Metal rounds, and that clang does not convert.
 _HALF_TO_BFLOAT = re.compile(r"cast from '.*' \(aka '(_Float16|__bf16)'\) to .* is not allowed")
 _RANGE = re.compile(r"\{(\d+):(\d+)-(\d+):(\d+)\}")
 

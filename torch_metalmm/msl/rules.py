@@ -1,4 +1,4 @@
-"""What Metal forbids and C++ with address spaces lets pass, found in a preprocessed text.
+"""Code that Metal forbids and C++ with address spaces lets pass, found in a preprocessed text.
 
 The rules are those of the Metal Shading Language Specification (2.1 types, 4 address spaces, 5.1
 functions; 1.5.4 restrictions: excluded.py); compilers of Apple word them the same way.
@@ -96,7 +96,7 @@ class _Checker:
         self.errors.append((token, message))
 
     def words(self) -> None:
-        """What one or two words say."""
+        """Checks the rules of one or two words."""
         for i, token in enumerate(self.tokens):
             text, after = token.text, self.text(i + 1)
             if text in _ABSENT_WORDS or (_ABSENT.fullmatch(text) and after == "<"):

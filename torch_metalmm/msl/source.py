@@ -80,7 +80,7 @@ class Edit:
 
 @dataclass
 class Source:
-    """What a text declares, and the edits that let plain clang compile it."""
+    """The declarations of a text, and the edits that let plain clang compile it."""
 
     kernels: list[Kernel] = field(default_factory=list)
     constants: list[Constant] = field(default_factory=list)

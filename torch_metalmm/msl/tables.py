@@ -8,12 +8,12 @@ from .source import ROLES, TABLES, Constant, Source
 
 
 def headers(translated: bool) -> str:
-    """What every text begins with."""
+    """The headers that every text begins with."""
     return ("#define MM_TRANSLATED 1\n" if translated else "") + "#include <metal_stdlib>\n"
 
 
 def prefix(constants: Sequence[Constant], translated: bool) -> str:
-    """What is before the text: the headers, the storage of its function constants."""
+    """The code before a text: the headers, the storage of its function constants."""
     symbols = sorted({c.symbol for c in constants})
     storage = "".join(
         f"__attribute__((weak)) alignas(32) unsigned char {s}[32];\n" for s in symbols
@@ -22,7 +22,7 @@ def prefix(constants: Sequence[Constant], translated: bool) -> str:
 
 
 def tables(source: Source, checked: bool) -> str:
-    """What is behind the text: kernels, the roles of their arguments, function constants."""
+    """The code behind a text: kernels, the roles of their arguments, function constants."""
     kernels, constants, arguments = [], [], []
     for i, k in enumerate(source.kernels):
         const = "::metal::emulator::is_read_only"

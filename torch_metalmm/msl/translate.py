@@ -45,7 +45,7 @@ def apply(text: str, edits: list[Edit]) -> str:
 
 
 def visible_edits(text: str, source: Source) -> list[Edit]:
-    """What can be rewritten without knowing types. Removed text leaves its newlines."""
+    """The edits that need no types. Removed text leaves its newlines."""
     tokens = lex(text)
     edits: list[Edit] = []
     symbols = iter(f"mm_fc_{i}" for i in range(len(source.constants)))
@@ -184,7 +184,7 @@ def _pointer_cast(tokens: list[Token], i: int) -> list[Edit]:
             return [Edit(tokens[i].at, tokens[i].end, "::metal::emulator::cast_pointer")]
     if tokens[i].text != "(" or tokens[i + 1].kind != "word":
         return []
-    close = i + 1  # of a short run of words
+    close = i + 1  # the end of a short run of words
     while close < len(tokens) and (
         tokens[close].kind == "word" or tokens[close].text in ("*", "::", "<", ">", ",")
     ):
