@@ -28,7 +28,7 @@ ROOT = Path(__file__).resolve().parent.parent
 # A wheel for macOS has metalmm.metallib, too: some 21 MB, by an estimate from the shaders' bitcode.
 MOST_BYTES = 50_000_000 if sys.platform == "darwin" else 25_000_000
 CORE = "libmetalmm_core"
-# Of torch's OpenMP, which its library loads; of Python, which is the process.
+# Symbols of torch's OpenMP, which its library loads, and of Python, which is the process.
 _FROM_OPENMP = re.compile(r"GOMP_\w+|omp_\w+|__kmpc_\w+")
 _FROM_PYTHON = re.compile(r"_?_?Py\w+")
 _ASK = (

@@ -17,7 +17,7 @@ if(NOT DEFINED METAL_COMPILER AND XCRUN)
 endif()
 if(NOT METAL_COMPILER)
   message(STATUS "No Metal compiler: kernels are compiled when they are first used")
-  file(REMOVE ${CMAKE_LIBRARY_OUTPUT_DIRECTORY}/metalmm.metallib)  # of a build that had a compiler
+  file(REMOVE ${CMAKE_LIBRARY_OUTPUT_DIRECTORY}/metalmm.metallib)  # left by an earlier build
   return()
 endif()
 

@@ -21,7 +21,7 @@ LIBRARY = Path(__file__).resolve().parent.parent / "metal" / "library"
 # 1,798 kernels and 4.5 of 26 MB, by an estimate from bitcode.
 LEFT_OUT = frozenset({"gemm_naive", "gemm_tiled", "gemv_coalesced", "elementwise", "dot"})
 _MACOS = "-mmacosx-version-min=14.0"
-# As metal.mm compiles: the language of macOS 14, no fast math; no contraction (entry.h). Two
+# The options of metal.mm: the language of macOS 14, no fast math; no contraction (entry.h). Two
 # warnings are off: `if constexpr` is of C++17, which every Metal compiler takes in C++14; and a
 # compiler older than Metal 3.2 does not know the pragmas for what two of these options say.
 OPTIONS = ["-std=metal3.1", _MACOS, "-fno-fast-math", "-ffp-contract=off", "-Wall", "-Wextra"]
@@ -50,7 +50,7 @@ def build(out: Path, compiler: list[str], more: list[str]) -> dict[str, str]:
 
     more: options beside OPTIONS.
     """
-    out.unlink(missing_ok=True)  # of an earlier text of the shaders
+    out.unlink(missing_ok=True)  # left by an earlier text of the shaders
     files = shaders()
     with tempfile.TemporaryDirectory() as folder:
         airs = [Path(folder, f"{shader.stem}.air") for shader in files]

@@ -13,7 +13,7 @@ import sys
 from collections.abc import Iterable, Sequence
 from importlib.metadata import distributions
 
-DEFAULT = "2.13.0"  # what this repository is tested with
+DEFAULT = "2.13.0"  # the torch that this repository is tested with
 # The minors that the sources compile against; tests/macos_check.py tries each of them.
 MINORS = ("2.10", "2.11", "2.12", "2.13", "2.14", "2.15")
 

@@ -18,7 +18,7 @@ from pathlib import Path
 
 import torch_version
 
-# What a module of ops takes its symbols from.
+# The libraries whose symbols a module of ops takes.
 LIBRARIES = ("libtorch_cpu", "libc10")
 # The platforms of torch's wheels, as pip has them: each minor has one of a machine's.
 PLATFORMS = {
@@ -26,7 +26,7 @@ PLATFORMS = {
     ("Linux", "aarch64"): ("manylinux_2_28_aarch64",),
     ("Darwin", "arm64"): tuple(f"macosx_{n}_0_arm64" for n in (11, 12, 13, 14)),
 }
-_PYTHON = "3.12"  # whose wheel is taken: the headers and the libraries are those of every Python
+_PYTHON = "3.12"  # the Python of the wheel taken: headers and libraries are those of every Python
 _DONE = "symbols.txt"  # is written last
 
 

@@ -137,7 +137,7 @@ int check_int8(const Format& f, const int8::Kernels& fast, int parts, const char
     kb.round[parts - 1](x.data() + m * kK, 0, kK / kChunkValues, b.kind.offset, xb[m]);
   }
   int failures = memory_a != memory_b;
-  std::vector<float> alone(most * kRows);  // whose bits each row has beside others
+  std::vector<float> alone(most * kRows);  // each row by itself: the bits that it has beside others
   for (int m = 0; m < most; ++m) {
     a.gemv[parts - 1][0]({w, 0, kRows, &xa[m], alone.data() + m * kRows, kRows});
   }

@@ -1,4 +1,4 @@
-// What csrc/mps and torch's MPS headers use of Foundation, declared for the type check on Linux.
+// Foundation as csrc/mps and torch's MPS headers use it, declared for the type check on Linux.
 // test_mps_types.py compares selectors and values with those that PyObjC recorded from Apple's SDK.
 #pragma once
 

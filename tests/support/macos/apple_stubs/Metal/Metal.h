@@ -1,4 +1,4 @@
-// What csrc/mps and torch's MPS headers use of Metal, declared for the type check on Linux.
+// Metal as csrc/mps and torch's MPS headers use it, declared for the type check on Linux.
 #pragma once
 
 #import <Foundation/Foundation.h>

@@ -1,4 +1,4 @@
-// What torch's MPS headers name of MetalPerformanceShaders.
+// The names of MetalPerformanceShaders that torch's MPS headers use.
 #pragma once
 
 #import <Metal/Metal.h>

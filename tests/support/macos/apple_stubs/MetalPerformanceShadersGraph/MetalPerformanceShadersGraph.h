@@ -1,4 +1,4 @@
-// What torch's MPS headers name of MetalPerformanceShadersGraph.
+// The names of MetalPerformanceShadersGraph that torch's MPS headers use.
 #pragma once
 
 #import <MetalPerformanceShaders/MetalPerformanceShaders.h>

@@ -1,4 +1,4 @@
-// What torch's MPSProfiler.h names of the unified log.
+// The names of the unified log that torch's MPSProfiler.h uses.
 #pragma once
 
 #import <os/object.h>

@@ -1,4 +1,4 @@
-// What torch's MPSProfiler.h names of signposts.
+// The names of signposts that torch's MPSProfiler.h uses.
 #pragma once
 
 #include <stdint.h>
