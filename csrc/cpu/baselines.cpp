@@ -33,7 +33,7 @@ void gemm_naive(DecodeKernel decode, const Weight& w, const at::Tensor& x, at::T
   });
 }
 
-// The same in tiles that stay in the cache: W is decoded once for kTile rows of x, and
+// gemm_naive in tiles that stay in the cache: W is decoded once for kTile rows of x, and
 // transposed, so that the inner loop runs over rows of W.
 void gemm_tiled(DecodeKernel decode, const Weight& w, const at::Tensor& x, at::Tensor y) {
   const int64_t m = x.size(0), n = y.size(1), x_stride = x.stride(0);

@@ -152,7 +152,7 @@ constexpr CodecKernels codec_kernels(Indices<i...>) {
           decode<Codec, uint16_t>};
 }
 
-// Those of a codec of the part, else none.
+// The kernels of a codec of this part, else none.
 template <class Codec, int part, int of>
 constexpr CodecKernels kernels_of_part() {
   if constexpr (part == of) {

@@ -1,4 +1,4 @@
-// What the drivers call: one table of kernels per instruction set, chosen at run time. No torch.
+// The kernels that the drivers call: one table per instruction set, chosen at run time. No torch.
 // Kernels walk a row in chunks of kChunkValues.
 #pragma once
 
@@ -59,12 +59,12 @@ constexpr int kMaxDotRows = kDotRows[kNumDotKernels - 1];
 // out[0 .. last - first) = w[row, first .. last); first is a multiple of the block.
 using DecodeKernel = void (*)(const Weight&, int64_t row, int64_t first, int64_t last, float* out);
 
-// The same values as bf16, rounded to nearest, ties to even; a NaN stays one.
+// A DecodeKernel with results in bf16, rounded to nearest, ties to even; a NaN stays one.
 using DecodeBf16Kernel = void (*)(const Weight&, int64_t row, int64_t first, int64_t last,
                                   uint16_t* out);
 
-// The first so many of kDotRows have step kernels. Beyond 4 rows of x the multiply-adds bound a
-// kernel, however W is decoded.
+// The first kNumStepKernels of kDotRows have step kernels. Beyond 4 rows of x the multiply-adds
+// bound a kernel, however W is decoded.
 constexpr int kNumStepKernels = 4;
 constexpr int kMaxStepRows = kDotRows[kNumStepKernels - 1];
 

@@ -52,7 +52,7 @@ at::Tensor matmul(const at::Tensor& rows, const at::Tensor& w, const Format& for
 // Products of rows [1, K], f32, with matrices of packed rows.
 struct RowProducts {
   struct Product {
-    size_t x;  // which of the rows
+    size_t x;  // index of its row
     const uint8_t* w;
     float* y;  // [N]
   };
@@ -60,8 +60,8 @@ struct RowProducts {
   std::vector<Product> of;
 };
 
-// Of matrices of one format and size, those of `like`: the bits of matmul() of each, in one loop
-// over the threads for all of them. N and K are not 0.
+// Products with matrices of the format and size of `like`, each with the bits of matmul(), in one
+// loop over the threads for all of them. N and K are not 0.
 void row_products(const RowProducts& products, int64_t n, const Weight& like, const Format& format,
                   Activations activations);
 

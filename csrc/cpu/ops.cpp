@@ -186,7 +186,7 @@ at::Tensor probe(const args::probe& a) {
 
 namespace {
 
-// As quantize_row takes it. ValueError: an element is negative, NaN or Inf.
+// Importance as quantize_row takes it. ValueError: an element is negative, NaN or Inf.
 at::Tensor normalised(const at::Tensor& importance) {
   at::Tensor out = importance.detach().clone(at::MemoryFormat::Contiguous);
   float* first = out.mutable_data_ptr<float>();

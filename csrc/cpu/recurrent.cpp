@@ -104,7 +104,7 @@ at::Tensor causal_conv(const args::causal_conv& a) {
   const float *from = elements<float>(x), *weights = elements<float>(weight);
   const float* biases = bias.defined() ? elements<float>(bias) : nullptr;
   float* to = y.mutable_data_ptr<float>();
-  constexpr int64_t kRows = 16;  // of a sequence, for a thread at a time
+  constexpr int64_t kRows = 16;  // positions of a sequence, for a thread at a time
   const int64_t parts = ceil_div(positions, kRows);
   parallel_for(0, batch * parts, 1, [&](int64_t begin, int64_t end) {
     for (int64_t item = begin; item < end; ++item) {

@@ -1,4 +1,4 @@
-// What is computed row by row beside the matrix products: norms, the end of a product, the heads of
+// Computations by row beside the matrix products: norms, the end of a product, the heads of
 // attention. In f32; rows are shared among threads.
 #pragma once
 
@@ -27,9 +27,9 @@ struct HeadsFrom {
   int64_t batch_stride, position_stride;
   int64_t batch, positions, count, dim;
 };
-// What is normalised: nothing, each head, or all heads of a position as one row.
+// The extent of a norm: nothing, each head, or all heads of a position as one row.
 enum class Normed { kNothing, kHead, kWhole };
-// How they are turned: the first `rotated` values by cos and sin [positions, rotated], of a batch
+// The rotation of heads: the first `rotated` values by cos and sin [positions, rotated], of a batch
 // angle_stride apart. factors: of the norm, [dim] or [count dim], or null.
 struct Turn {
   const float *cos, *sin;

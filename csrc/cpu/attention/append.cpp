@@ -54,7 +54,7 @@ class Append {
   void check_f16(const char* name) const {
     const float* x = elements<float>(from_);
     const float* bad = std::find_if(x, x + from_.numel(), [](float v) {
-      return std::isfinite(v) && std::abs(v) >= 65520;  // what rounds to 65504 is below
+      return std::isfinite(v) && std::abs(v) >= 65520;  // values that round to 65504 are below
     });
     TORCH_CHECK_VALUE(bad == x + from_.numel(), name, ": has ", *bad,
                       ", which f16 cannot hold; take a cache of bf16 or f32");

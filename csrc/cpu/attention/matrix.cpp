@@ -54,7 +54,7 @@ struct Head {
   }
 };
 
-// What a thread has for the rows of its task.
+// The buffers of a thread for the rows of its task.
 struct Scratch {
   const IsaKernels& isa = current_isa();
   int64_t padded;                // values of a row of sums

@@ -1,4 +1,4 @@
-// What both walks of attention share: the problem, its rows, and the scores of a query.
+// The parts that both walks of attention share: the problem, its rows, and the scores of a query.
 #pragma once
 
 #include <ATen/ATen.h>
@@ -34,7 +34,7 @@ class CacheRows {
   const CodecKernels& kernels() const { return kernels_of(format_); }
   // At least 1; the distance of rows is another, and perhaps 0.
   int64_t row_bytes() const { return row_bytes_; }
-  // Of one head; of a cache of all sequences, whichever is asked for.
+  // The rows of one head; of any batch where one cache is that of all sequences.
   Weight weight(int64_t batch, int64_t kv_head) const {
     Weight out = first_;
     out.data += std::min(batch, last_) * batch_stride_ + kv_head * head_stride_;
@@ -81,13 +81,13 @@ struct Attention {
     const int64_t first = window > 0 ? std::clamp<int64_t>(own - window + 1, 0, length) : 0;
     return {std::min(first, last), last};
   }
-  // Those that one of the queries [i0, i1) may see.
+  // The slots that one of the queries [i0, i1) may see.
   Span seen_by(int64_t b, int64_t i0, int64_t i1) const {
     const Span first = seen_by(b, i0);
     return {first.first, std::max(first.first, seen_by(b, i1 - 1).last)};
   }
 
-  // Of a sequence; null of a cache without.
+  // The pages of a sequence; null where the cache has none.
   const int64_t* pages_of(int64_t b) const {
     return pages.empty() ? nullptr : pages.data() + b * (pages.size() / batch);
   }

@@ -11,7 +11,7 @@ namespace metalmm::cpu {
 namespace {
 
 constexpr int64_t kPartSlots = 256;  // 34 KB of q8_0 keys of 128 values
-constexpr int64_t kMostParts = 64;   // what a part leaves is as large as the queries
+constexpr int64_t kMostParts = 64;   // the results of a part are as large as the queries
 constexpr int64_t kBlockSlots = 64;  // rows that are decoded at a time: 32 KB of 128 values
 
 int64_t part_slots(int64_t length) {
@@ -47,7 +47,7 @@ struct Queries {
   }
 };
 
-// What a row of weights needs beside them: the sum, with the sink where there is one.
+// The weight of a head's sink beside scores of which `top` is the largest; 0 without sinks.
 float sink_weight(const Attention& a, int64_t head, float top) {
   return a.sinks.empty() ? 0.f : std::exp(a.sinks[head] - top);
 }
@@ -56,7 +56,7 @@ struct Split {
   const Attention& a;
   const Queries& x;
   int64_t part, parts;  // the largest of a sequence: its slots, and how many there are
-  // Of each part: largest score, sum of weights, and sum of weighed values of each row.
+  // The largest score, sum of weights and sum of weighed values of each row of each part.
   std::vector<float> tops, sums;
   Lines<float> weighed;
   const Format& f32 = format_by_name("f32");

@@ -41,7 +41,7 @@ MM_INLINE I nibbles(const uint8_t* qs) {
   return kFirst < 16 ? bytes : bytes >> 4;
 }
 
-// All of them, as bytes.
+// All 32 nibbles, as bytes.
 MM_INLINE Bytes nibble_bytes(const uint8_t* qs) {
 #if defined(__AVX2__)
   const __m256i both = _mm256_broadcastsi128_si256(load_as<__m128i>(qs));

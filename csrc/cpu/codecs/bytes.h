@@ -108,7 +108,7 @@ struct MXFP8 : BlockCodec<64, 66> {
     const uint8_t* b = at(row, block);
     k = {{scale(b[0]), scale(b[1])}, b + 2};
   }
-  // As a half of the same mantissa, whose bias is 8 more: the value times 2^-8, subnormals
+  // The code as a half of the same mantissa, whose bias is 8 more: the value times 2^-8, subnormals
   // included.
   template <int kVector>
   static MM_INLINE F get(const Block& k, int chunk) {

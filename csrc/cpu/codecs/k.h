@@ -150,7 +150,7 @@ struct Q4_K : SixBitScales<144> {
   }
 };
 
-// As q4_k, with a fifth bit in qh: bit chunk of byte l.
+// q4_k with a fifth bit in qh: bit chunk of byte l.
 struct Q5_K : SixBitScales<176> {
   template <int kVector>
   static MM_INLINE F get(const Block& k, int chunk) {

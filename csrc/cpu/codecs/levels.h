@@ -1,4 +1,4 @@
-// What the codes of iq4_nl and iq4_xs stand for.
+// The values that the codes of iq4_nl and iq4_xs stand for.
 #pragma once
 
 namespace metalmm::cpu {

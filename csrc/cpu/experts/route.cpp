@@ -27,7 +27,7 @@ void score(float* row, int64_t n, bool is_sigmoid) {
   for (int64_t e = 0; e < n; ++e) row[e] /= total;
 }
 
-// The first k of what keys name best, of equals the lowest.
+// Puts the k ids of the largest keys first, of equal keys the lowest id.
 void best(const float* keys, std::vector<int64_t>& ids, int64_t k) {
   std::partial_sort(ids.begin(), ids.begin() + k, ids.end(), [&](int64_t a, int64_t b) {
     return keys[a] > keys[b] || (keys[a] == keys[b] && a < b);

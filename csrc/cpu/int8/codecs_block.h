@@ -37,7 +37,7 @@ MM_INLINE Bytes iq4_levels(const uint8_t* p) {
   return look_up(kLevels.entry, nibble_bytes(p)) ^ static_cast<uint8_t>(kInTable ^ kIQ4Offset);
 }
 
-// What the formats of 32 values have: a scale, a minimum or none, and where the codes are.
+// The fields of a block of 32 values: a scale, a minimum or none, and where the codes are.
 struct ScaledBlock {
   float d, m;
   const uint8_t* b;

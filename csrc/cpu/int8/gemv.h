@@ -25,7 +25,7 @@ MM_INLINE void prefetch_planes(const Weight& w, const uint8_t* row) {
   for (int64_t i = l.scales_offset; i < end; i += 64) __builtin_prefetch(row + w.row_stride + i);
 }
 
-// What a row of W gives with kM rows of x, chunk by chunk. Traffic: kParts + 1 bytes a value of x.
+// Products of a row of W with kM rows of x, chunk by chunk. Traffic: kParts + 1 bytes a value of x.
 template <class Codec, int kParts, int kM>
 class ChunkSum {
   using Codes = Integers<Codec>;
@@ -138,7 +138,7 @@ class ChunkSum {
 };
 
 #if defined(__AVX512F__)
-// What a row of W gives with kM rows of int8 x, two chunks at a time. Traffic: 2 bytes a value of
+// Products of a row of W with kM rows of int8 x, two chunks at a time. Traffic: 2 bytes a value of
 // x.
 template <class Codec, int kM>
 class PairSum {
@@ -194,7 +194,7 @@ class PairSum {
       return _mm512_castps256_ps512(reinterpret_cast<__m256>(v));
     }
   }
-  // Of each lane, which has four values, the group: from chunk c on.
+  // The group of each lane, which has four values, from chunk c on.
   static MM_INLINE __m512i groups_of(int c) {
     const __m512i lane = _mm512_set_epi32(15, 14, 13, 12, 11, 10, 9, 8, 7, 6, 5, 4, 3, 2, 1, 0);
     const __m512i group = _mm512_srli_epi32(lane, kKind.sub == 32 ? 3 : 2);

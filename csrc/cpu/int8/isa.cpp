@@ -137,7 +137,7 @@ constexpr int gemv_rows(int m) { return m == 1 ? kGemvRows : 2; }
 constexpr int kGemmPanels = sizeof kGemmRows / sizeof *kGemmRows;
 static_assert(kBatchedPanels <= int8::kMaxPanels && kGemmPanels <= int8::kMaxPanels);
 
-// As those of isa.cpp.
+// The counterparts of Indices and UpTo in isa.cpp.
 template <int... i>
 struct Numbers {};
 template <int n, int... i>

@@ -1,4 +1,4 @@
-// What the int8 driver calls: one table of kernels per instruction set, chosen at run time. No
+// The kernels that the int8 driver calls: one table per instruction set, chosen at run time. No
 // torch.
 //
 // x is rounded to codes q of 8 or 16 bits, blocks of kChunkValues values sharing a scale s; a
@@ -17,10 +17,10 @@ namespace metalmm::cpu::int8 {
 
 // Odd: parts of -127 to 127, which signed bytes negate, have each code up to 127 * 256 in one way.
 constexpr int kBase = 255;
-// Of a code of x: 1 or 2.
+// A code of x has 1 or 2 parts.
 constexpr int kMaxParts = 2;
 
-// What a format needs of a kernel.
+// The properties of a format that decide its kernels.
 struct Kind {
   int sub;     // values that share d and m: 16 or 32
   bool min;    // w = d q' + m, m stored; otherwise m = -offset d, and the offset is taken from q'
@@ -149,7 +149,7 @@ struct Kernels {
   CodecKernels codec[kNumCodecs];
 };
 
-// Those of the instruction set in use.
+// The kernels of the instruction set in use.
 const Kernels& current_kernels();
 
 // Whether the format has integer codes; a product with one that has none is exact.

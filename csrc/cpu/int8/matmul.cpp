@@ -20,7 +20,7 @@ constexpr int64_t kMaxBatchedRows = 8;
 constexpr int64_t kTaskRows = 48;
 constexpr int64_t kTaskColumns = 256;
 
-// Of W, in the second-level cache for rows of x beyond those of one gemv.
+// Bytes of W that stay in the second-level cache for rows of x beyond those of one gemv.
 constexpr int64_t kSharedBytes = 1 << 18;
 
 // Values that a thread rounds at least.

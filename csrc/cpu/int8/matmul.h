@@ -12,7 +12,7 @@
 
 namespace metalmm::cpu::int8 {
 
-// The first of kStrategyNames: these three.
+// int8 products have the first three of kStrategyNames.
 constexpr int kNumStrategies = static_cast<int>(Strategy::kGemm) + 1;
 
 // y f32 [M, N], contiguous, of x f32 [M, K], its last dimension dense. None of M, N and K is 0, and
@@ -20,7 +20,7 @@ constexpr int kNumStrategies = static_cast<int>(Strategy::kGemm) + 1;
 void matmul(const Weight& w, const Format& format, Activations activations,
             std::optional<Strategy> strategy, const at::Tensor& x, at::Tensor& y);
 
-// As that of cpu/matmul.h, of a format that has integer codes.
+// row_products() of cpu/matmul.h, for a format that has integer codes.
 void row_products(const RowProducts& products, int64_t n, const Weight& like, const Format& format,
                   Activations activations);
 

@@ -1,4 +1,4 @@
-// Which int8 kernels run with which instruction set of the exact ones.
+// The choice of int8 kernels for each instruction set of the exact kernels.
 #include <string_view>
 
 #include "kernels.h"

@@ -25,7 +25,7 @@ template <int kBytes>
 using Floats = typename Vec<kBytes>::Floats;
 
 constexpr int kVectorBytes = 4 * kWidth;
-// One row of x and one chunk: a longer vector would hold two scales of W.
+// A vector of gemv has one row of x and one chunk: a longer one would hold two scales of W.
 constexpr int kGemvBytes = kVectorBytes < kChunkValues ? kVectorBytes : kChunkValues;
 
 // Whether products of unsigned codes above 127 take more instructions.
@@ -37,9 +37,9 @@ constexpr bool kWideCosts = true;
 
 // The codes of W that a product is of.
 enum class CodeRange {
-  kPlain,   // as the instruction takes them: at most 127, with VNNI all
-  kWide,    // all
-  kLess128  // all, 128 taken from each
+  kPlain,   // codes as the instruction takes them: at most 127, with VNNI all
+  kWide,    // all codes
+  kLess128  // all codes, 128 taken from each
 };
 // Wide codes without a minimum have an offset of 128. Where they cost, products of codes less 128
 // need no sums of x: NEON, q8_0, 14 instructions for 32 weights, 17 with sums.

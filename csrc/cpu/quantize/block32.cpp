@@ -17,7 +17,7 @@ float first_equal(const float* x, float value) {
   return x[i];
 }
 
-// Each the first of equals, so that the sign of a zero is defined.
+// The low and the high element, each the first of equals, so that the sign of a zero is defined.
 Range first_range(const float* x) {
   Range r = range_of(x, kBlock);
   if (r.low == 0) r.low = first_equal(x, 0);

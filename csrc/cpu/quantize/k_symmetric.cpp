@@ -55,7 +55,7 @@ Searched search_q3_k(const float* x) {
   return found;
 }
 
-// The same with weights; each group weighs the sum of its weights.
+// The search with weights; each group weighs the sum of its weights.
 Searched search_q3_k(const float* x, const float* weights) {
   Searched found;
   float scale[kGroups], sums[kGroups];

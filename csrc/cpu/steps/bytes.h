@@ -78,7 +78,7 @@ struct ByteSteps {
     const Bytes v = Codes::codes(block, c);
     return kSigned ? v - static_cast<uint8_t>(kKind.offset) : v;
   }
-  // Of sum i of chunk c.
+  // The scale of sum i of chunk c.
   static MM_INLINE F scale(const typename Codes::Block& block, int c, int i) {
     const float* scales = Codes::scales(block) + c * kGroups / kChunks + i;
 #if defined(__AVX2__)

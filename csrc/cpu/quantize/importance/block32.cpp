@@ -20,7 +20,7 @@ void load_blocks(const float* x, int64_t blocks, Lanes* lanes) {
   elements_first<kBlock>(some, lanes);
 }
 
-// What is stored of eight blocks: w = d * q + m; symmetric formats have no m.
+// The stored fields of eight blocks: w = d * q + m; symmetric formats have no m.
 struct Eight {
   float d[kLanes], m[kLanes];
   uint8_t q[kLanes][kBlock];
