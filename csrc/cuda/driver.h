@@ -17,7 +17,7 @@ using Device = int;
 
 enum JitOption : int { kJitErrorLogBuffer = 5, kJitErrorLogBufferBytes = 6 };
 enum DeviceAttribute : int { kMultiprocessorCount = 16 };
-// What a thread takes: bytes of arrays in memory and of spills; registers.
+// Resources of a thread: bytes of arrays in memory and of spills; registers.
 enum FunctionAttribute : int { kLocalBytes = 3, kRegisterCount = 4 };
 
 struct Driver {

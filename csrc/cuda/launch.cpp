@@ -25,7 +25,7 @@ constexpr uint32_t kMaxGridYZ = 65535;
 using Operands = metalmm::Operands<const void*>;
 static_assert(sizeof(Operands) == 128 && sizeof(KernelArgs) == 168);
 
-// What is compiled into a kernel: function constants, then 1 for a grid of one row.
+// Values compiled into a kernel: its function constants, then 1 for a grid of one row.
 using Constants = std::array<uint32_t, kConstantCount + 1>;
 
 struct Key {
@@ -154,8 +154,8 @@ Function find(const Key& key, int64_t threadgroups) {
   return is_dense ? kernel.dense.function : kernel.plain.function;
 }
 
-// What encode() of plan/launch.h fills in: gathers the parameters, and launches when it is
-// dispatched. `function` is what a launch before found, or null, and then what this one finds.
+// The Encoder of encode() in plan/launch.h: gathers the parameters, and launches when it is
+// dispatched. `function` is the one of an earlier launch, or null until this launch finds it.
 class Encoder {
  public:
   Encoder(int device, Stream stream, const void** function)

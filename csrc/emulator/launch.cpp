@@ -34,7 +34,7 @@ LibraryPointer find(const std::string& kernel) {
   throw std::runtime_error("emulator: no library that is loaded has the kernel " + kernel);
 }
 
-// What encode() of plan/launch.h fills in: a launch, and runs it when it is dispatched.
+// The Encoder of encode() in plan/launch.h: fills in a launch, and runs it when it is dispatched.
 class Encoder {
  public:
   explicit Encoder(const EmulatorOptions& options) : in_(launch_with(options)) {}

@@ -36,11 +36,11 @@ using LineOf =
     std::function<std::optional<SourceLine>(const std::string& library, uint64_t address)>;
 void set_line_of(LineOf line_of);
 
-// What the emulator found wrong, and where. The fields are those of EmulatorFault in Python.
+// A fault that the emulator found. The fields are those of EmulatorFault in Python.
 struct Fault {
   std::string kind;  // the word of an MmFault
   std::string kernel;
-  std::string text;  // what happened, without kernel and place
+  std::string text;  // the event, without kernel and place
   Size threadgroup{};
   uint32_t simdgroup = 0, lane = 0;
   std::string file;  // empty: at no place

@@ -20,7 +20,7 @@ constexpr uint64_t kCompared = 4 << 10;  // no larger than a page: memory that i
                                          // be read-only
 constexpr uint32_t kWindows = 2 * kMmMaxSlots;  // buffers, then threadgroup memory
 #if defined(__SANITIZE_ADDRESS__)
-constexpr uint64_t kWindowBytes[] = {1 << 30};  // its shadow is written
+constexpr uint64_t kWindowBytes[] = {1 << 30};  // ASan writes the shadow of a window
 #else
 constexpr uint64_t kWindowBytes[] = {uint64_t{1} << 36, 1 << 30};  // the first that fits
 #endif
@@ -131,7 +131,7 @@ void place_arguments(Launch& launch, bool checked) {
   }
 }
 
-// What was written goes back, and nothing else is touched.
+// Copies back the bytes that were written, and touches no others.
 void return_arguments(Launch& launch) {
   for (uint32_t i = 0; i < kMmMaxSlots; ++i) {
     if (!(launch.moved >> i & 1) || launch.buffers[i].is_read_only) continue;

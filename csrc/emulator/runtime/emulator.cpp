@@ -51,7 +51,7 @@ void fiber_main() {
 
 bool same_place(const Wait& a, const Wait& b) {
   if (a.line != b.line || a.scope != b.scope) return false;
-  // The same literals are mostly one; two instances of a template may have a copy each.
+  // Equal literals are mostly one; two instances of a template may have a copy each.
   return (a.kind == b.kind || strcmp(a.kind, b.kind) == 0) &&
          (a.file == b.file || strcmp(a.file, b.file) == 0);
 }

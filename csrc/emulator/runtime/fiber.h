@@ -47,8 +47,7 @@ inline void switch_stacks(Stack& mine, void** from, const Stack& other, void* to
   mine.enter();
 }
 
-// What `to` must be for `entry` to start on an empty stack that ends at `top`; `entry` never
-// returns.
+// The `to` with which `entry` starts on an empty stack that ends at `top`; `entry` never returns.
 inline void* fresh_context(void* top, void (*entry)()) {
   auto sp = reinterpret_cast<void**>(reinterpret_cast<uintptr_t>(top) & ~uintptr_t{63});
 #if defined(__x86_64__)

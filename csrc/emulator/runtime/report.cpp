@@ -1,4 +1,4 @@
-// What a launch reports of its earliest fault.
+// The report of a launch about its earliest fault.
 #include <cstdio>
 #include <cstring>
 

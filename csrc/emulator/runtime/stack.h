@@ -20,7 +20,7 @@ struct Stack {
 
   void set(const void* begin, size_t n) {
     bottom = begin, bytes = n, fake = nullptr;
-    ASAN_UNPOISON_MEMORY_REGION(begin, n);  // of frames that were left for good
+    ASAN_UNPOISON_MEMORY_REGION(begin, n);  // poisoned by frames that were left for good
   }
   void set_to_thread() {
     pthread_attr_t attributes;

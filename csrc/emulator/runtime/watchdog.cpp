@@ -47,7 +47,7 @@ bool in_shader(const Worker& w, const char* pc) {
   return w.current && launch.code.contains(pc, 1) && !launch.runtime.contains(pc, 1);
 }
 
-// As of a call at pc, whose return address is behind it.
+// The place of a call at pc, whose return address is behind it.
 uint64_t place_of(const Worker& w, const char* pc) {
   return static_cast<uint64_t>(pc - w.launch->code.begin) + 1;
 }
@@ -110,7 +110,7 @@ Watchdog::Watchdog(Worker& w) {
   if (w.launch->in->seconds == 0) return;
   struct sigaction action = {};
   action.sa_sigaction = on_signal;
-  action.sa_flags = SA_SIGINFO | SA_RESTART | SA_NODEFER;  // it does not return: block nothing
+  action.sa_flags = SA_SIGINFO | SA_RESTART | SA_NODEFER;  // no mask: on_signal never returns
   sigevent event = {};
   event.sigev_notify = SIGEV_THREAD_ID;
   event.sigev_signo = signal_number();

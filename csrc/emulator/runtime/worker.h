@@ -19,8 +19,8 @@ constexpr uint32_t kSimdWidth = kMmScopeSimd, kQuadWidth = kMmScopeQuad;
 constexpr uint32_t kMaxThreads = 1024, kMaxSimdgroups = kMaxThreads / kSimdWidth;
 constexpr size_t kStackBytes = 64 << 10;  // per GPU thread
 constexpr size_t kPage = 16 << 10;        // a multiple of every page size in use
-// What the checks of a lane need of its stack, and memory below all stacks: a function's frame is
-// on the stack before check_stack() sees it, and msl/build.py refuses frames of 1 MB.
+// Bytes of a lane's stack for its checks, and bytes below all stacks: a function's frame is on the
+// stack before check_stack() sees it, and msl/build.py refuses frames of 1 MB.
 constexpr size_t kStackMargin = 8 << 10, kBelowStacks = 2 << 20;
 constexpr uint32_t kMaxThreadgroupBytes = 32 << 10;
 constexpr size_t kSlotBytes = 1 << 20;  // addresses of one [[threadgroup(i)]] argument
@@ -37,7 +37,7 @@ struct Wait {
   void* out;
 };
 
-// Who touched a byte of threadgroup memory last. An epoch of the threadgroup ends at a threadgroup
+// Last accesses to a byte of threadgroup memory. An epoch of the threadgroup ends at a threadgroup
 // barrier that orders this memory, one of a simdgroup at any of its collectives; epochs count on
 // from threadgroup to threadgroup, so that an entry older than first_epoch says that nobody did.
 struct Shadow {
@@ -84,7 +84,7 @@ struct Span {
   bool contains(const char* p, size_t n) const { return p >= begin && p + n <= end; }
 };
 
-// Where a launch has the memory of a [[buffer(i)]].
+// The memory of a [[buffer(i)]] in a launch.
 struct Place {
   Span span;          // empty: it is not bound
   bool is_argument;   // of the kernel; else it is reached by its address alone
@@ -98,7 +98,7 @@ struct Worker {
   Worker* next_free;
   char* stacks;
   void* scheduler;  // the context that resumes lanes
-  Stack thread;     // its stack
+  Stack thread;     // the scheduler's stack
   Lane* current;    // null while the scheduler or a collective runs
   Lane lanes[kMaxThreads];
   uint64_t turn;  // of its threadgroup in the order of the schedule
@@ -129,7 +129,7 @@ struct Launch {
   uint32_t n_arguments;
   Place buffers[kMmMaxSlots];
   uint32_t moved;                // bit i: buffers[i] is a copy
-  char* no_memory[kMmMaxSlots];  // what stands for a [[threadgroup(i)]] of 0 bytes
+  char* no_memory[kMmMaxSlots];  // placeholders for a [[threadgroup(i)]] of 0 bytes
   char* windows;                 // of arguments, window_bytes each; null: none
   uint64_t window_bytes;
   Span code, runtime;  // of the library, and of the emulator in it
