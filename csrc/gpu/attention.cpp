@@ -96,7 +96,7 @@ struct Call {
   }
 };
 
-// Of a cache in pages, by copies of the slots of each sequence.
+// Attention on a cache in pages, by copies of the slots of each sequence.
 at::Tensor by_sequence(const args::attention& a, int64_t slots) {
   if (a.q.size(0) == 0) return at::empty_like(a.q.transpose(1, 2));
   const at::Tensor within = at::arange(kPageSlots, a.pages->options());

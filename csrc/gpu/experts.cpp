@@ -20,7 +20,7 @@ void each_expert(const at::Tensor& ids, int64_t experts, const F& f) {
   }
 }
 
-// What a call is of: ids int64 [T C], in range or on a device, where kernels take the nearest.
+// The choices of a call: ids int64 [T C], in range or on a device, where kernels take the nearest.
 struct Choices {
   at::Tensor ids;
   int64_t tokens, choices, experts;
@@ -200,7 +200,7 @@ at::Tensor expert_swiglu(const Engine& e, const args::expert_swiglu& a) {
     const auto [gate, up] = composed::halves_of(with_bias(both, bias, of), 1, a.interleaved);
     return stored(shaped(composed::gated(gate, up, shape.gate).contiguous()), x.scalar_type());
   }
-  // Of one weight two views, their rows apart or every other one.
+  // Two views of one weight, their rows apart or every other one.
   composed::GateUp parts = up_weight.has_value() ? composed::GateUp{weight, *up_weight}
                                                  : composed::halves_of(weight, 1, a.interleaved);
   const PackedWeight gate = packed(parts.gate, rows_of), up = packed(parts.up, rows_of);

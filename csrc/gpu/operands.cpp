@@ -49,7 +49,7 @@ namespace {
 std::mutex g_mutex;
 std::string g_failure;  // of the last launch that threw
 
-// Not of a cache, which the same slots hold.
+// Tells the engine of weights, not of a cache, which the same slots hold.
 void use_weights(const Engine& e, Op op, const Operands& o) {
   if (!e.use_weight || !has_weight(op) || op == Op::kRopeAppend || op == Op::kAttention) return;
   for (const Slot slot : {kSlotWeight, kSlotWeight2}) {
@@ -107,7 +107,7 @@ TORCH_LIBRARY_FRAGMENT(metalmm, m) { m.def("_take_failure() -> str", &take_failu
 
 void run(const Engine& e, Problem p, const Operands& o, std::optional<StrategyId> strategy) {
   for (Slot slot : {kSlotX, kSlotX2, kSlotNorm, kSlotC}) {
-    if (slot == kSlotC && p.op != Op::kRmsNorm) continue;  // the others read c value by value
+    if (slot == kSlotC && p.op != Op::kRmsNorm) continue;  // other ops read c value by value
     if (o[slot].defined()) p.x_alignment = std::min(p.x_alignment, alignment_of(o[slot]));
   }
   for (Slot slot : {kSlotWeight, kSlotWeight2}) {
@@ -117,7 +117,7 @@ void run(const Engine& e, Problem p, const Operands& o, std::optional<StrategyId
   }
   p.has_bias = o[kSlotBias].defined();
   p.has_c = o[kSlotC].defined();
-  p.has_norm_weight = o[kSlotNorm].defined() && p.op != Op::kEmbedding;  // whose scale it is
+  p.has_norm_weight = o[kSlotNorm].defined() && p.op != Op::kEmbedding;  // else the scale of rows
   launch(e, p, o, strategy);
 }
 

@@ -34,11 +34,11 @@ class Operands {
   const at::Tensor& operator[](Slot slot) const { return tensors_.at(slot); }
 
  private:
-  std::array<at::Tensor, kSlotPartial> tensors_;  // what is behind is the plan's own
+  std::array<at::Tensor, kSlotPartial> tensors_;  // slots behind are the plan's own
 };
 
-// What the last launch that threw said, since this was asked before, or "". _take_failure() in
-// Python, where runs that may fail for another reason hide it.
+// The message of the last launch that threw since the last call, or "". _take_failure() in Python,
+// where runs that may fail for another reason hide it.
 std::string take_failure();
 
 // Plans p and launches the plan.
@@ -50,7 +50,7 @@ void launch(const Engine& e, const Problem& p, const Operands& o,
 void run(const Engine& e, Problem p, const Operands& o,
          std::optional<StrategyId> strategy = std::nullopt);
 
-// What joins the result, or the weight of a norm, in the dtype of the kernel; or none.
+// An addend of the result, or the weight of a norm, in the dtype of the kernel; or none.
 at::Tensor addend(const OptionalTensor& t, at::ScalarType dtype);
 
 // A residual [..., N] as the rows of c, to which `p` gives the factor 1; or none.

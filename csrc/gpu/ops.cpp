@@ -133,8 +133,7 @@ at::Tensor embedding(const Engine& e, const args::embedding& a) {
   return o[kSlotY].view(shape);
 }
 
-// There is no shader that quantizes: w is copied to the CPU, quantized there, the result copied
-// back.
+// No shader quantizes: w is copied to the CPU, quantized there, the result copied back.
 at::Tensor quantize(const args::quantize& a) {
   check(a);
   OptionalTensor importance;

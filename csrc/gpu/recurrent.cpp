@@ -19,7 +19,7 @@ void launch_on(const Engine& e, const Problem& p, Operands& o, const at::Tensor&
   if (!in_place) at::Tensor(state).copy_(o[kSlotY2]);
 }
 
-constexpr int64_t kFourValues = 16;  // that a kernel reads at a time
+constexpr int64_t kFourValues = 16;  // bytes that a kernel reads at a time
 
 }  // namespace
 

@@ -1,6 +1,6 @@
-// What the core asks of the ops. It is linked against neither torch nor Python; the ops are a
-// module per torch minor, which is loaded after the core, and hands its functions over as it is
-// loaded.
+// The functions that the core asks of the ops. The core is linked against neither torch nor Python;
+// the ops are a module per torch minor, which is loaded after the core, and hands its functions
+// over as it is loaded.
 #pragma once
 
 #include <cstdint>
@@ -24,7 +24,7 @@ struct Hooks {
   // Puts an engine in the place of the CPU's kernels, and these again.
   void (*replace_cpu)(const Gpu& gpu, HostLaunch launch) = nullptr;
   void (*restore_cpu)() = nullptr;
-  // What the Metal device reports: mps/launch.h. On macOS.
+  // The facts of the Metal device: mps/launch.h. On macOS.
   void (*mps_facts)(mps::Facts* out) = nullptr;
   void (*mps_compile)(const Pass& pass) = nullptr;
 };
@@ -32,7 +32,7 @@ struct Hooks {
 // For a module of ops to fill in.
 Hooks& hooks();
 
-// What was handed over: hooks that are all there. Throws std::runtime_error: no ops are loaded.
+// The hooks, all of them handed over. Throws std::runtime_error: no ops are loaded.
 const Hooks& loaded_hooks();
 
 // Puts an engine in the place of the CPU's kernels: `who`, one at a time. Throws

@@ -1,4 +1,4 @@
-// What a Metal device says of itself, and whether the engine runs on it. No torch, no Metal.
+// Facts that a Metal device reports, and whether the engine runs on it. No torch, no Metal.
 #pragma once
 
 #include <cstdint>

@@ -90,7 +90,7 @@ def _ends(lines: Sequence[str], begin: int) -> int:
 
 def _taken(lines: list[str]) -> list[str]:
     """`lines` with those empty that MM_ONLY_… rules out."""
-    out, stack = [], []  # of each #if around: None, or whether its branch is taken
+    out, stack = [], []  # one for each #if around: None, or whether its branch is taken
     for line in lines:
         only = _ONLY.fullmatch(line)
         if re.match(r"#\s*if", line):

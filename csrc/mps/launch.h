@@ -10,7 +10,7 @@
 
 namespace metalmm::mps {
 
-// What the device reports. Throws std::runtime_error: torch has no MPS device here.
+// The facts of the device. Throws std::runtime_error: torch has no MPS device here.
 Facts facts();
 
 // The machine to plan for. Throws std::runtime_error: as facts() and supported_gpu().

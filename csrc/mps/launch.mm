@@ -50,13 +50,13 @@ Metal& metal() {
   return *made;
 }
 
-// None: macOS before 15.
+// Null on macOS before 15.
 Weights* weights() {
   static Weights* made = MetalSet::is_there() ? make_weights() : nullptr;
   return made;
 }
 
-// What encode() of plan/launch.h fills in, for one pass. Only messages that torch's recording
+// The Encoder of encode() in plan/launch.h, for one pass. Only messages that torch's recording
 // encoder knows.
 class MetalEncoder {
  public:

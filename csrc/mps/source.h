@@ -17,10 +17,10 @@ struct Shader {
   std::vector<Snippet> snippets;
 };
 extern const char* const kSnippets[];
-const std::vector<Shader>& shaders();  // both are written by flatten.py
+const std::vector<Shader>& shaders();  // flatten.py writes kSnippets and shaders()
 
-// What Metal compiles for a kernel of all_kernel_names(): what its shader and its format need, told
-// to make this kernel alone. Throws std::invalid_argument: no kernel has the name.
+// The text that Metal compiles for a kernel of all_kernel_names(): all that its shader and format
+// need, told to make this kernel alone. Throws std::invalid_argument: no kernel has the name.
 //
 // One kernel at a time, because the first forward waits for the compiler, and of all kernels a
 // model uses a dozen. Clang -O2 to LLVM IR on the stand-in's headers, one core of a Zen 4 server:

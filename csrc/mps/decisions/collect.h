@@ -1,4 +1,4 @@
-// Which kernels a model needs, before it needs them: a forward whose plans are collected in the
+// The kernels that a model needs, before it needs them: a forward whose plans are collected in the
 // place of being launched, so that they can be compiled side by side. No torch, no Metal.
 #pragma once
 

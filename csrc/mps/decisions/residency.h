@@ -23,7 +23,7 @@ namespace metalmm::mps {
 
 // macOS unwires after a second. From macOS 26 on one request lasts no longer than that.
 constexpr auto kBeat = std::chrono::milliseconds(500);
-// Of no use: as llama.cpp has it.
+// Time that a weight without use stays resident, as in llama.cpp.
 constexpr auto kKeepFor = std::chrono::minutes(3);
 
 template <class Set, class Weak>

@@ -1,4 +1,4 @@
-// What the environment sets of the Metal engine. No torch, no Metal.
+// Settings of the Metal engine from the environment. No torch, no Metal.
 #pragma once
 
 #include <cstdint>

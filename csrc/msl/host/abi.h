@@ -9,7 +9,7 @@
 
 #define ENUMERATOR(name, word) name,
 
-// What a kernel's parameter gets, by the attribute that asks for it.
+// The value of a kernel's parameter, by the attribute that asks for it.
 #define EMULATOR_ROLES(ROLE)                                                   \
   ROLE(kMmRoleBuffer, "buffer")                                                \
   /* [[buffer(i), function_constant(f)]]: reads zeros where it is not bound */ \
@@ -32,7 +32,7 @@
   ROLE(kMmRoleGridOrigin, "grid_origin")
 enum MmRole : uint32_t { EMULATOR_ROLES(ENUMERATOR) };
 
-// What a function constant consists of.
+// The types of function constants.
 #define EMULATOR_CONSTANT_KINDS(KIND) \
   KIND(kMmInteger, "integer")         \
   KIND(kMmFloat, "float")             \
@@ -61,7 +61,7 @@ struct MmConstantEntry {
   void* storage;
 };
 
-// What compiled shaders ask of the emulator. A scope: how many lanes wait for each other; 0: all.
+// Calls of compiled shaders into the emulator. A scope: how many lanes wait for each other; 0: all.
 enum MmScope : uint32_t { kMmScopeThreadgroup = 0, kMmScopeQuad = 4, kMmScopeSimd = 32 };
 constexpr uint32_t kMmOrdersThreadgroup = 2;  // a barrier: mem_flags::mem_threadgroup
 // Computes a collective once all its lanes have arrived: in[i] and out[i] are lane i's, null where
@@ -166,7 +166,7 @@ struct MmReport {
   const char* file;
   const char* other_file;
   uint32_t line, other_line;
-  char text[512];  // what happened, without kernel and place
+  char text[512];  // the event, without kernel and place
 };
 
 // 0, or the fault in *report.

@@ -16,8 +16,8 @@ METAL_FUNC T printable(T x) {
 
 }  // namespace emulator
 
-// Its functions are static: a logger is in constant memory, where plain clang has no `this`. For
-// the same reason it is an aggregate; translate.py writes braces for os_log name("…", "…").
+// The functions of a logger are static: it is in constant memory, where plain clang has no `this`.
+// For the same reason it is an aggregate; translate.py writes braces for os_log name("…", "…").
 struct os_log {
   const char *subsystem, *category;
 

@@ -32,8 +32,8 @@ METAL_FUNC void site(const char* file, uint line) {
 #endif
 }
 
-// What a pointer to T in a space is a multiple of: where MM_ELEMENT_ALIGNED, of a vector in device
-// memory its element's size.
+// The number of which a pointer to T in a space is a multiple: where MM_ELEMENT_ALIGNED, of a
+// vector in device memory its element's size.
 template <class T>
 constexpr uint alignment_of() {
   using Plain = remove_cv_t<remove_addrspace_t<T>>;

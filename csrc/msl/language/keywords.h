@@ -27,7 +27,7 @@
 #define constant const __attribute__((opencl_global_host))
 #define kernel
 #endif
-#define coherent(scope)  // of the memory of one host, always
+#define coherent(scope)  // memory of one host always is
 #define METAL_FUNC inline __attribute__((always_inline))
 #define METAL_CONST constant
 #define MTL_CONST constant

@@ -60,7 +60,7 @@ using bool4 = metal::vec<bool, 4>;
 
 namespace metal {
 
-// What a type is a vector of. `size` is 1 for a scalar.
+// The element type of a vector. `size` is 1 for a scalar.
 template <class T>
 struct vector_of {
   using element = T;

@@ -63,7 +63,7 @@ using mixed_t = typename Mixed<A...>::type;
 #define MM_FLOATS3(name)                                                       \
   METAL_FUNC half name(half x, half y, half z) { return name<half>(x, y, z); } \
   METAL_FUNC float name(float x, float y, float z) { return name<float>(x, y, z); }
-// The same in metal, metal::precise and metal::fast.
+// Functions that are alike in metal, metal::precise and metal::fast.
 #define MM_EVERYWHERE(...) \
   __VA_ARGS__              \
   namespace precise {      \

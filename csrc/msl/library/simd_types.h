@@ -1,5 +1,5 @@
-// What of <metal_simdgroup> does not depend on how lanes meet: the operators of reductions and
-// prefixes, votes, the flags of barriers, and the list of functions.
+// The part of <metal_simdgroup> that does not depend on how lanes meet: the operators of reductions
+// and prefixes, votes, the flags of barriers, and the list of functions.
 #pragma once
 
 #include "integer.h"

@@ -24,7 +24,7 @@ struct Pointer {
   }
 };
 
-// What a kernel gets for [[buffer(slot)]]: a pointer, or the arguments.
+// The operand of a kernel for [[buffer(slot)]]: a pointer, or the arguments.
 template <uint slot>
 METAL_FUNC decltype(auto) buffer(const Operands& operands, const metalmm::KernelArgs& args) {
   if constexpr (slot == metalmm::kSlotArgs) {

@@ -6,7 +6,7 @@
 
 namespace metal {
 
-// Both order device and threadgroup memory, whatever the flags.
+// Both barriers order device and threadgroup memory, whatever the flags.
 METAL_FUNC void threadgroup_barrier(mem_flags) { __syncthreads(); }
 METAL_FUNC void simdgroup_barrier(mem_flags) { __nvvm_bar_warp_sync(warp::kAll); }
 

@@ -1,5 +1,5 @@
-// As an OpenCL kernel in SPIR-V, which a driver's compiler turns into code of an Apple GPU: where a
-// thread is, and the lanes of a subgroup.
+// A shader as an OpenCL kernel in SPIR-V, which a driver's compiler turns into code of an Apple
+// GPU: where a thread is, and the lanes of a subgroup.
 #pragma once
 
 #include "language/types.h"

@@ -44,8 +44,8 @@ MM_MACHINE_EXCHANGE(int)
 MM_MACHINE_EXCHANGE(ushort)
 #undef MM_MACHINE_EXCHANGE
 
-// Both order threadgroup and device memory, whatever the flags; the second within a subgroup
-// (scope 3, acquire and release of workgroup memory).
+// Both barriers order threadgroup and device memory, whatever the flags; the second within a
+// subgroup (scope 3, acquire and release of workgroup memory).
 METAL_FUNC void threadgroup_barrier(mem_flags) { barrier(3); }
 METAL_FUNC void simdgroup_barrier(mem_flags) { __spirv_ControlBarrier(3, 3, 0x108); }
 
