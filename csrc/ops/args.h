@@ -166,7 +166,7 @@ struct Kernel<Args, kBody, Kinds<Kind...>> {
   static auto run(typename Kind::Given... given) { return kBody(Args{given...}); }
 };
 
-// What the fake of an op returns: the sizes of each result.
+// The sizes of a result, which the fake of an op returns.
 using Shape = std::vector<c10::SymInt>;
 
 template <class Result>

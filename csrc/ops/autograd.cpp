@@ -26,7 +26,7 @@ Tensor bias_grad(const Tensor& grad, at::ScalarType type) {
   return (g.dim() > 1 ? g.flatten(0, -2).sum(0) : g).to(type);
 }
 
-// What the gradients of bias and residual need.
+// Saves the dtypes that the gradients of bias and residual need.
 void save_addends(AutogradContext* ctx, const OptionalTensor& bias,
                   const OptionalTensor& residual) {
   const auto save = [&](const char* name, const OptionalTensor& t) {
@@ -274,7 +274,7 @@ void check_no_grad(const char* op, const Field<Kind>& f) {
                     f.name, ".detach(), or call it under torch.no_grad()");
 }
 
-// What autograd asks of an op that writes its arguments.
+// A new version of an argument that an op writes, as autograd asks.
 template <class Kind>
 void bump_version(const Field<Kind>& f) {
   if constexpr (is_written<Kind>) {
@@ -340,7 +340,7 @@ TORCH_LIBRARY_IMPL(metalmm, Negative, m) { register_views(m); }
 TORCH_LIBRARY_IMPL(metalmm, Conjugate, m) { register_views(m); }
 
 TORCH_LIBRARY_IMPL(metalmm, Autograd, m) {
-#define MM_HOST_OP(name, ...)  // its result has no gradient
+#define MM_HOST_OP(name, ...)  // a result without a gradient
 #define MM_FORWARD_OP(name, ...) m.impl(#name, Kernel<args::name, &forward_only<args::name>>::run);
 #define MM_OP(name, ...) m.impl(#name, Kernel<args::name, &differentiable<args::name>>::run);
 #include "ops.def"

@@ -140,7 +140,7 @@ PackedWeight packed(const at::Tensor& weight, const WeightShape& checked) {
 
 namespace {
 
-// What the products of rows of x have in common.
+// The checks that all products of rows of x share.
 template <class Args>
 WeightShape check_product(const Args& a) {
   const WeightShape w = check_weight("weight", a.weight, a.format, check_rows("x", a.x), a.x);

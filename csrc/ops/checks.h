@@ -19,7 +19,7 @@
 
 namespace metalmm {
 
-// What a check found: a weight of n rows of k values.
+// A checked weight: n rows of k values.
 struct WeightShape {
   const Format& format;
   c10::SymInt n, k;
@@ -39,7 +39,7 @@ PackedWeight packed(const at::Tensor& weight, const WeightShape& checked);
 // x f32 / f16 / bf16 [..., K]; bias f32 / f16 / bf16 [N] or nothing, residual [..., N] or nothing.
 WeightShape check(const args::linear& a);
 
-// As linear and rms_norm.
+// The arguments of linear and of rms_norm.
 WeightShape check(const args::norm_linear& a);
 
 // weight f32 / f16 / bf16 [K] or nothing, eps >= 0, and no offset without a weight; residual and
@@ -61,7 +61,7 @@ void check(const args::hadamard& a);
 // grad [..., N]
 WeightShape check(const args::linear_input_grad& a);
 
-// As many rows of gate as of up, each in its own format; a norm where eps is given.
+// gate has as many rows as up, each in its own format; a norm where eps is given.
 struct GateUpShape {
   WeightShape gate, up;
   Activation activation;

@@ -27,7 +27,7 @@ at::Tensor hadamard(const at::Tensor& x);
 // Arguments as those of the op; results in the dtype of qkv.
 Heads rope(const args::rope& a, bool has_whole_norms);
 
-// As the ops, of at least one position; the state is written.
+// The ops for at least one position; the state is written.
 at::Tensor causal_conv(const args::causal_conv& a);
 at::Tensor gated_delta(const args::gated_delta& a);
 at::Tensor ssm_scan(const args::ssm_scan& a);

@@ -12,7 +12,7 @@
 
 namespace metalmm {
 
-// What a product takes for x: its values, or those rounded to 8 or 16 bits in blocks that share a
+// The form of x in a product: its values, or those rounded to 8 or 16 bits in blocks that share a
 // scale.
 enum class Activations { kExact, kInt8, kInt16 };
 
@@ -25,7 +25,7 @@ using StrategyCheck = void (*)(std::string_view name, Activations activations);
 // Returns the one before.
 StrategyCheck set_strategy_check(c10::DeviceType type, StrategyCheck check);
 
-// As the engine of x's device checks it; meta is none, and takes any name. ValueError.
+// The check by the engine of x's device; meta is no engine, and takes any name. ValueError.
 void check_strategy(OptionalName name, const at::Tensor& x,
                     Activations activations = Activations::kExact);
 
@@ -36,7 +36,7 @@ Activations check_activations(OptionalName name, const at::Tensor& x);
 // The strategy of plan() of that name. ValueError that lists those of a linear layer.
 std::optional<StrategyId> find_strategy(OptionalName name, const at::Tensor& x);
 
-// The same of products of experts that are not in tiles, `op`, or are. check_: as check_strategy.
+// find_strategy() and check_strategy() for `op`, products of experts in tiles or not.
 std::optional<StrategyId> find_expert_strategy(OptionalName name, const at::Tensor& x, Op op);
 void check_expert_strategy(OptionalName name, const at::Tensor& x, Activations activations, Op op);
 

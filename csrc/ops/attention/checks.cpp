@@ -18,7 +18,7 @@ void check_dims(const char* name, const at::Tensor& t, const char* shape) {
   TORCH_CHECK_VALUE(t.dim() == 4, name, ": shape ", t.sym_sizes(), "; must be ", shape);
 }
 
-// What the name of a format of a cache says.
+// The format of a cache, read from its name.
 struct RowFormat {
   const Format& format;
   bool is_rotated;
@@ -46,7 +46,7 @@ RowFormat check_rows(const char* name, const at::Tensor& rows, std::string_view 
   return out;
 }
 
-// Of an op with such arguments.
+// The cache of an op, checked.
 template <class Args>
 CacheShape check_cache(const Args& a, const Size& dim, const at::Tensor& x) {
   const Tensor &keys = a.keys, &values = a.values;
@@ -76,7 +76,7 @@ void check_one_cache(const char* name, const Args& a) {
                     " [B, ...] must be [1, kv_heads, slots, row], the cache of all sequences");
 }
 
-// What a cache is given: [batch, kv_heads, count, dim], of the argument x.
+// New rows of a cache: [batch, kv_heads, count, dim], of the argument x.
 struct NewRows {
   const char* name;
   const at::Tensor& x;

@@ -9,7 +9,7 @@
 
 namespace metalmm {
 
-// What follows the name of a format whose rows are those of hadamard(values).
+// The suffix of a format whose rows are those of hadamard(values).
 constexpr std::string_view kRotated = "_rotated";
 
 // The keys and values of a layer: heads of `dim` values.
@@ -20,7 +20,7 @@ struct CacheShape {
 
   bool is_rotated() const { return rotated_keys || rotated_values; }
 
-  // Of rows in the shaders, which have one for both.
+  // The alignment of rows in the shaders, which have one for keys and values.
   int64_t alignment() const { return std::max(keys.alignment, values.alignment); }
 };
 
@@ -65,8 +65,8 @@ constexpr const char* kAttentionWays[] = {"attention_split", "attention_tile", "
 // ValueError that lists them.
 std::optional<AttentionWay> find_way(const args::attention& a);
 
-// What a device would have to be waited for: the values of lengths on the CPU, one for each
-// sequence; of pages and of slots, which are checked where the host has them.
+// Checks that would have to wait for a device: the values of lengths on the CPU, one for each
+// sequence; those of pages and of slots, where the host has them.
 std::vector<int64_t> check_lengths(const args::attention& a);
 void check_page_numbers(const args::attention& a);
 void check_slots(const at::Tensor& slots, const at::Tensor& keys);

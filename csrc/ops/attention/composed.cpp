@@ -87,7 +87,7 @@ at::Tensor attention(const args::attention& o, const at::Tensor& keys, const at:
   const int64_t batch = q.size(0), heads = q.size(1), queries = q.size(2), dim = q.size(3);
   const int64_t kv_heads = keys.size(1), group = heads / kv_heads;
   const int64_t slots = o.mask.has_value() ? std::min(keys.size(2), o.mask->size(3)) : keys.size(2);
-  if (slots == 0) {  // of the queries, so that a gradient reaches them
+  if (slots == 0) {  // zeros made of the queries, so that a gradient reaches them
     return stored(q.transpose(1, 2), q.scalar_type())
         .masked_fill(at::ones({}, q.options().dtype(at::kBool)), 0);
   }

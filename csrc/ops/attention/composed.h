@@ -10,7 +10,7 @@ namespace metalmm::composed {
 // rounded once, differentiable.
 at::Tensor attention(const args::attention& a, const at::Tensor& keys, const at::Tensor& values);
 
-// Which of the slots t queries see whose own slots are `own`: int64 tensors, and bools of their
+// The slots of t that queries whose own slots are `own` see: int64 tensors, and bools of their
 // common shape.
 at::Tensor visible(const at::Tensor& t, const at::Tensor& own, int64_t window, bool causal);
 

@@ -26,14 +26,14 @@ void check_field(const Field<Kind>& one, const Field<Kinds>&... all) {
   }
 }
 
-// Both, of every tensor that ops.def says is written, and every one that is not. For tensors with
-// memory, on any device.
+// Both checks, of every tensor that ops.def says is written, and every one that is not. For tensors
+// with memory, on any device.
 template <class Args>
 void check_written(const Args& a) {
   with_fields(a, [](const Args&, const auto&... field) { (check_field(field, field...), ...); });
 }
 
-// The same of keys and values, which may be one tensor where v is k.
+// Both checks of keys and values, which may be one tensor where v is k.
 void check_memory(const args::cache_append& a);
 void check_memory(const args::rope_append& a);
 

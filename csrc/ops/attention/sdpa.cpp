@@ -21,7 +21,7 @@ at::Tensor part(const at::Tensor& t, int64_t dim, Range at) {
   return t.narrow(dim, at.first, at.count());
 }
 
-// Of a mask, whose dimensions may be 1 for all.
+// A part of a mask, whose dimensions may be 1 for all.
 at::Tensor part_of_mask(const at::Tensor& mask, int64_t dim, Range at) {
   return mask.size(dim) == 1 ? mask : part(mask, dim, at);
 }
@@ -53,7 +53,7 @@ struct Call {
     return {std::clamp<int64_t>(first, 0, last), last};
   }
 
-  // Which of these slots these queries see, bools of the shape of a part of the mask, or [S, T].
+  // The slots that the queries see, as bools of the shape of a part of the mask, or [S, T].
   at::Tensor open(const at::Tensor& mask, Range queries, Range slots,
                   const at::TensorOptions& numbers) const {
     const AttentionSizes& a = p.attention;
@@ -84,7 +84,7 @@ struct Call {
     OptionalTensor seen;
     if (panels.is_masked) seen = open(mask, queries, slots, q.options().dtype(at::kLong));
     const bool is_grouped = q.size(1) != keys.size(1);
-    // Which no torch has for MPS: its attention stores no scores there from 2.13 on.
+    // No torch has this choice for MPS, where its attention stores no scores from 2.13 on.
     if (!options.strategy.has_value() && !q.is_mps() &&
         at::_fused_sdp_choice(q, keys, values, seen, 0.0, panels.is_causal, options.scale,
                               is_grouped) == static_cast<int64_t>(at::SDPBackend::math)) {

@@ -13,7 +13,7 @@ struct CacheRows {
   const at::Tensor& rows;
   const Format& format;
 };
-// Some of them as values [b, h, T, D]: packed ones in the dtype of q, others as they are.
+// Decodes some rows to values [b, h, T, D]: packed ones in the dtype of q, others as they are.
 using Decode = std::function<at::Tensor(const at::Tensor&, const Format&)>;
 
 // The call that attention_problem() describes, over its first problem.n slots; rounded to the dtype

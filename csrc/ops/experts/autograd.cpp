@@ -44,7 +44,7 @@ struct ExpertLinear {
       const int64_t type = ctx->saved_data["residual_type"].toInt();
       out[At::residual] = grad.to(static_cast<at::ScalarType>(type));
     }
-    // Of y[t, c].
+    // The gradient of y[t, c].
     const Tensor of_choices =
         scores.defined() ? grad.unsqueeze(1) * scores.to(at::kFloat).unsqueeze(2) : grad;
     if (ctx->needs_input_grad(At::x)) {
@@ -109,7 +109,7 @@ std::tuple<Tensor, Tensor> recorded(const args::route& a) {
   return {stored(weights, at::kFloat), ids};
 }
 
-// Of ops that record: gate and up in f32 are kept for the backward.
+// The op where autograd records: gate and up in f32 are kept for the backward.
 Tensor recorded(const args::expert_swiglu& a) {
   const Gate gate = check(a).gate;
   check_expert_strategy(a.strategy, a.x, check_activations(a.activations, a.x), Op::kExpertUp);

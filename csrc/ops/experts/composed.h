@@ -1,5 +1,5 @@
-// What surrounds the products of experts, of torch's own ops: for engines without a kernel of it,
-// and where autograd records.
+// The parts around the products of experts, of torch's own ops: for engines without a kernel, and
+// where autograd records.
 #pragma once
 
 #include <functional>
