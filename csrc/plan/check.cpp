@@ -1,4 +1,4 @@
-// What of a problem can be planned.
+// Checks that a problem can be planned.
 
 #include "metal/geometry.h"
 #include "passes.h"

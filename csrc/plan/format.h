@@ -32,8 +32,8 @@ struct Format {
   Layout layout;
   int64_t block_values;  // K must be a multiple of this; for affine, the group size
   int64_t block_bytes;   // bytes of block_values values; for affine, without the padding of the row
-  // What the address of every row must be a multiple of, for the shaders; an affine row is padded
-  // to a multiple of it.
+  // Bytes of which the address of every row must be a multiple, for the shaders; an affine row is
+  // padded to a multiple of them.
   int64_t alignment;
   bool packs = true;               // whether `quantize` makes it
   int64_t bits = 0;                // affine only

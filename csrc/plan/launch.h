@@ -22,12 +22,12 @@ struct Pass {
   KernelArgs args{};
 };
 
-// What of attention torch computes at a time (sdpa): of how many sequences and heads of keys, whose
-// rows are decoded for it where they are not as q is, and of how many queries. 0: none of it.
+// The part of attention that torch computes at a time (sdpa): sequences and heads of keys, whose
+// rows are decoded for it where they are not as q is, and queries. 0: none of it.
 struct SdpaPanels {
   int64_t sequences = 0, heads = 0, queries = 0;
-  // What the queries see: all slots; with is_causal query i the slots up to i; or what a mask of
-  // bools, made for each panel, says.
+  // The slots that the queries see: all; with is_causal, for query i, those up to i; or those of a
+  // mask of bools that is made for each panel.
   bool is_causal = false, is_masked = false;
 };
 
@@ -41,7 +41,7 @@ struct Plan {
   // the panel is multiplied before the next pass. Without such a pass W is multiplied where it
   // lies. 0: nothing is multiplied but by the passes.
   int64_t panel_rows = 0, panels = 0;
-  int64_t x_rows = 0;          // that torch's matmul is given: those of x, and zeros
+  int64_t x_rows = 0;          // rows that torch's matmul is given: those of x, and zeros
   SdpaPanels sdpa;             // without passes: each panel is decoded by a plan of its own
   size_t workspace_bytes = 0;  // scratch bound to kSlotPartial, and to kSlotY of what fills it
 };
@@ -64,9 +64,9 @@ struct BoundPlan {
 };
 using BoundPlans = std::vector<BoundPlan>;  // in order
 
-// What a slot that the pass declares is bound to. The y of a pass that leaves f32 sums is the
-// workspace, or the result where there is none. An operand that is absent (bias, c) is y with no
-// bytes: the kernel does not read it. Not for kSlotArgs, which is pass.args.
+// The memory to which a slot that the pass declares is bound. The y of a pass that leaves f32 sums
+// is the workspace, or the result where there is none. An operand that is absent (bias, c) is y
+// with no bytes: the kernel does not read it. Not for kSlotArgs, which is pass.args.
 inline Buffer bound(const Pass& pass, const Buffers& buffers, uint32_t slot) {
   const bool is_partial = pass.constants[kConstantEpilogue] & kEpiloguePartial;
   const Buffer& y = buffers[is_partial && buffers[kSlotPartial].base ? kSlotPartial : kSlotY];
@@ -74,7 +74,7 @@ inline Buffer bound(const Pass& pass, const Buffers& buffers, uint32_t slot) {
   return buffers[slot].base ? buffers[slot] : Buffer{y.base, y.offset, 0};
 }
 
-// What a launcher sets for a pass, written once for every launcher. An Encoder has
+// The calls of a launcher for a pass, written once for every launcher. An Encoder has
 //
 //   set_pipeline(const Pass&)              its kernel and function constants
 //   set_buffer(slot, const Buffer&)

@@ -49,7 +49,7 @@ Activation activation_by_name(std::string_view name) {
       find_name("activation", name, count, [](int i) { return kActivations[i]; }));
 }
 
-// What the kernels bind says what they compute.
+// The slots that a kernel binds tell what it computes.
 std::vector<StrategyId> strategies_of(Op op) {
   using S = StrategyId;
   std::vector<S> out;

@@ -49,7 +49,7 @@ constexpr StrategyInfo alias(StrategyInfo info, const char* name) {
   return info;
 }
 
-// What its passes need to run is what the kernels of the other row need.
+// A row computed by torch: its passes need what the kernels of the row `passes` need.
 constexpr StrategyInfo of_torch(const StrategyInfo& passes, const char* name) {
   StrategyInfo out{};
   out.name = name;
@@ -107,7 +107,7 @@ std::array<uint32_t, 3> grid_of(StrategyId strategy, const Problem& p, int64_t p
 
 // ---- constants and arguments
 
-// What joins the result.
+// The bits of what joins the result.
 uint32_t addends_of(const Problem& p) {
   const uint32_t joins = p.bias_multiplies ? kEpilogueFactors : kEpilogueBias;
   return (p.has_bias ? joins : 0u) | (p.softcap != 0 ? kEpilogueSoftcap : 0u) |
@@ -115,7 +115,7 @@ uint32_t addends_of(const Problem& p) {
          (p.alpha != 1 && p.op != Op::kSwigluUp ? kEpilogueAlpha : 0u);
 }
 
-// What is done to x, or to a gate.
+// The bits of functions of x, or of a gate.
 uint32_t functions_of(const Problem& p) {
   uint32_t out = p.has_norm ? kEpilogueNorm : 0u;
   if (p.has_norm_weight) {
@@ -316,7 +316,7 @@ int64_t rows_of_x(StrategyId strategy, const Problem& p) {
   if (!s.batch_of) return s.m;
   if (p.op == Op::kExpertTiles) return p.experts.tile_rows;
   const int64_t rows = s.batch_of(p.m, p.dtype == DType::kF16, piece_of(p.format->codec).values);
-  // Of each size there is a pipeline: one matrix of the unit, or an even number of them.
+  // Each size has a pipeline: one matrix of the unit, or an even number of them.
   const int64_t two = 2 * kFragment;
   return s.on_matrix_unit && rows > kFragment ? product(ceil_div(rows, two), two) : rows;
 }
@@ -335,7 +335,7 @@ uint32_t threadgroup_bytes_of(StrategyId strategy, DType dtype) {
 Parts cut(StrategyId strategy, const Problem& p, int64_t most) {
   const int64_t step = info_of(strategy).k;
   const int64_t block = p.format->block_values;
-  // Both are powers of two: the larger is a multiple of the other.
+  // step and block are powers of two: the larger is a multiple of the other.
   const int64_t multiple = std::max(step, block);
   const int64_t per_part = ceil_div(ceil_div(p.k, std::max<int64_t>(most, 1)), multiple) * multiple;
   if (per_part >= p.k) return {1, p.k};

@@ -54,7 +54,7 @@ enum class Family { Matmul, Rows, Flat, Arrange, Groups, Single, Append, Attenti
 struct StrategyInfo {
   const char* name;
   const char* kernels;  // the beginning of their names: name, or that of the row whose they are
-  bool is_alias;        // it has none of its own
+  bool is_alias;        // the row has no kernels of its own
   Family family;
   uint32_t slots;
   int n, m;    // Matmul: rows of W and of x per threadgroup
@@ -145,7 +145,7 @@ constexpr int bound_bytes(int used) { return used ? (used + 15) / 16 * 16 : 16; 
 // Throws std::invalid_argument: `argument` asks for more threadgroup memory than a GPU has.
 void check_fits(const char* argument, StrategyId strategy, uint32_t bytes, const Gpu& gpu);
 
-// As many threadgroups as so many threads need, which kernels number in 32 bits.
+// The threadgroups that so many threads need; kernels number threads in 32 bits.
 std::array<uint32_t, 3> flat_grid(int64_t threads, int of_group);
 
 // A pass without its grid and its constants.
@@ -176,10 +176,10 @@ bool takes_arranged(StrategyId strategy, const Problem& problem, const Gpu& gpu,
 Pass arrange_pass(StrategyId strategy, const Problem& problem, Pass& main);
 size_t arranged_bytes(const Pass& arrange);
 
-// What rows of weights, or slots of a cache, allow their loads: BoundsBits.
+// The loads that rows of weights, or slots of a cache, allow: BoundsBits.
 uint32_t bounds_of_weights(const Problem& problem, const KernelArgs& args);
-// Of a pass of a vector kernel, how `gpu` best reads packed rows: without kBoundsLongBlocks where
-// it gains nothing by it, with kBoundsSubnormals where it keeps them.
+// Sets how `gpu` best reads packed rows in a pass of a vector kernel: without kBoundsLongBlocks
+// where it gains nothing by it, with kBoundsSubnormals where it keeps them.
 void choose_loads(StrategyId strategy, const Problem& problem, const Gpu& gpu, Pass& pass);
 
 // The reason of a plan without passes.
@@ -193,7 +193,7 @@ bool dense_pays(const Problem& problem, const Gpu& gpu, Reason why);
 // plan() of linear by torch's matmul.
 Plan plan_dense(const Problem& problem, const Gpu& gpu, Reason reason);
 
-// What of an op on experts can be planned, and what of it kernels are told.
+// Checks that an op on experts can be planned; tells its kernels their arguments and bits.
 void check_experts(const Problem& problem);
 void set_experts(const Problem& problem, KernelArgs& args);
 uint32_t expert_bits(const Problem& problem);
@@ -205,11 +205,11 @@ void check_attention(const Problem& problem);
 
 // Whether torch's scaled_dot_product_attention takes kAttention, not a kernel (tuning.def).
 bool sdpa_pays(const Problem& problem, const Gpu& gpu, Reason why = Reason(nullptr));
-// Whether it has all that is asked for: no soft cap, no sinks, no mask that is added.
+// Whether torch's op has all that is asked for: no soft cap, no sinks, no mask that is added.
 bool has_sdpa(const Problem& problem);
 // Throws std::invalid_argument: what it has not.
 void check_sdpa(const Problem& problem);
-// How it takes it. Of the problem's format is_readable() alone is asked.
+// The panels that torch's op takes. Of the problem's format is_readable() alone is asked.
 SdpaPanels sdpa_panels(const Problem& problem);
 
 // Throws std::invalid_argument: v does not fit 32 bits.

@@ -218,7 +218,7 @@ Parts choose_parts(StrategyId strategy, const Problem& p, const Gpu& gpu, bool f
   return parts;
 }
 
-// Those of a row alone: a forced strategy stands for a kernel that does not cut K.
+// The parts of a row alone: a forced strategy stands for a kernel that does not cut K.
 Parts exact_parts(StrategyId strategy, const Problem& p, const Gpu& gpu, bool forced,
                   Reason reason) {
   if (forced) return {1, p.k};
@@ -302,7 +302,7 @@ Plan plan(const Problem& problem, const Gpu& gpu, std::optional<StrategyId> stra
     if (is_ours) chosen = choose(problem, gpu, reason);
     chosen = fitting(chosen, problem, gpu, reason);
   }
-  Parts parts{1, problem.k};  // of a norm too: every part would need the squares of all
+  Parts parts{1, problem.k};  // one part for a norm too: every part would need the squares of all
   if (chosen == S::dense) {
     out = plan_dense(problem, gpu, reason);
   } else if (problem.has_norm) {

@@ -1,5 +1,5 @@
-// Which kernels compute a problem on a GPU, decided as values: a pure function of the problem, the
-// machine and, if wanted, the strategy. No torch, no Metal, nothing read from this machine.
+// The kernels that compute a problem on a GPU, decided as values: a pure function of the problem,
+// the machine and, if wanted, the strategy. No torch, no Metal, nothing read from this machine.
 //
 //   y[M, N] = alpha * x[M, K] W[N, K]^T + bias[N] + beta * c[M, N], or * bias[N]
 //
@@ -116,7 +116,7 @@ bool has_attention(const Format& format, int64_t k);
 // Whether kernels read and write keys and values of these formats where they do those of values
 // alone: both are of one format, or keys are f16.
 bool is_pair_of_kernels(const Format& keys, const Format& values);
-// Of such a pair: the kernels are those of values, told that keys are f16.
+// Whether the kernels of such a pair are those of values, told that keys are f16.
 bool has_half_keys(const Format& keys, const Format& values);
 
 const char* to_string(StrategyId s);

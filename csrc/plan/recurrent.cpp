@@ -28,7 +28,7 @@ KernelArgs args_of(const Problem& p, int64_t values, int64_t gates, int64_t posi
   return a;
 }
 
-// What the kernels of an op differ in.
+// The parts of a launch in which the ops differ.
 struct Launch {
   KernelArgs args;
   uint32_t bits;          // of kConstantEpilogue

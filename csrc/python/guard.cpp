@@ -51,7 +51,7 @@ class Writes {
     uint64_t count = 0;
     int holders = 0;
   };
-  // Its elements stay where they are. Never destroyed: dicts outlive the statics of a process.
+  // Map elements stay where they are. Never destroyed: dicts outlive the statics of a process.
   static std::unordered_map<PyObject*, Watched>& all() {
     static auto* dicts = new std::unordered_map<PyObject*, Watched>;
     return *dicts;

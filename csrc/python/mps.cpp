@@ -1,4 +1,4 @@
-// What the Metal engine says of this machine. Only macOS builds it.
+// The Metal engine's facts of this machine. Only macOS builds this file.
 #include <pybind11/pybind11.h>
 
 #include <filesystem>

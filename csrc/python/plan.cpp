@@ -153,7 +153,7 @@ void bind_chips(py::module_& m) {
       "The row of the table for what a device reports; 0 keeps the table's number.");
 }
 
-// What host and shaders agree on, metal/abi.h, by the names that plans have.
+// The interface of host and shaders, metal/abi.h, by the names that plans have.
 void bind_abi(py::module_& m) {
   const auto names = [](const auto& all) {
     py::list out;

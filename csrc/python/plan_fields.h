@@ -55,7 +55,7 @@ void set_fields(const char* what, const py::dict& given, const std::vector<Field
 #define MM_FIELD(type, name, value) {#name, &S::name},
 #include "plan/sizes.def"
 
-// What plan() is asked.
+// The problem that plan() is asked, of an op and a dict of fields.
 inline Problem read_problem(const std::string& op, const py::dict& given) {
   using P = Problem;
   static const std::vector<Field<P>> fields = {
@@ -101,7 +101,7 @@ inline Problem read_problem(const std::string& op, const py::dict& given) {
   return out;
 }
 
-// What torch's matmul multiplies; None where it does not.
+// The product that torch's matmul computes; None where it computes none.
 inline py::object product_of(const Plan& made, const Problem& p) {
   if (made.panel_rows == 0) return py::none();
   py::dict out;
@@ -116,7 +116,7 @@ inline py::object product_of(const Plan& made, const Problem& p) {
   return out;
 }
 
-// What torch's attention is given at a time; None where it computes nothing.
+// The panels that torch's attention is given; None where it computes nothing.
 inline py::object panels_of(const SdpaPanels& s) {
   if (s.queries == 0) return py::none();
   py::dict out;

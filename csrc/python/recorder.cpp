@@ -1,5 +1,5 @@
-// What the Metal engine would send to its encoder, as Python values: an engine of CPU tensors that
-// computes nothing. For tests on machines without Metal.
+// The messages that the Metal engine would send to its encoder, as Python values: an engine of CPU
+// tensors that computes nothing. For tests on machines without Metal.
 #include <pybind11/pybind11.h>
 #include <pybind11/stl.h>
 

@@ -87,7 +87,7 @@ uint32_t bounds_of(const Problem& p, const KernelArgs& args) {
   };
   const uint32_t keys = of(keys_of(p), args.w_stride, args.head_stride, args.sequence_stride);
   const uint32_t values = of(*p.format, args.w2_stride, args.head2_stride, args.sequence2_stride);
-  // What bits of alignment say of dense rows they do not of blocks.
+  // Bits of alignment do not say of blocks what they say of dense rows.
   const uint32_t of_one = kBoundsAlignedWeight | kBoundsWordBlocks | kBoundsLongBlocks;
   const bool is_apart = keys_of(p).layout != p.format->layout;
   const uint32_t out = (keys & values) | (is_apart ? (keys | values) & of_one : 0u);
@@ -190,7 +190,7 @@ void check_attention(const Problem& p) {
     reject("attention: heads of ", p.k, " values of ", p.format->name, "; allowed: multiples of ",
            kHeadStep, " up to ", kMaxHeadValues, ", of formats that a shader stores");
   }
-  if (p.n > INT32_MAX / 2 || a.queries > INT32_MAX / 2) {  // their sum still fits 32 bits
+  if (p.n > INT32_MAX / 2 || a.queries > INT32_MAX / 2) {  // the sum still fits 32 bits
     reject("attention: ", p.n, " slots, ", a.queries, " queries; at most ", INT32_MAX / 2);
   }
   if (is_alone(p) && (!a.causal || a.bool_mask || a.float_mask)) {

@@ -6,9 +6,9 @@
 namespace metalmm {
 namespace {
 
-// What decoded rows of keys and values may take at a time, and a mask: more than those rows, as the
-// queries of a mask are all that fills the machine. At 131072 slots 341 queries, 3 tiles of 128 for
-// each head of q.
+// Bytes that decoded rows of keys and values may take at a time, and a mask: more than those rows,
+// as the queries of a mask are all that fills the machine. At 131072 slots 341 queries, 3 tiles of
+// 128 for each head of q.
 constexpr int64_t kPanelBytes = int64_t{64} << 20, kMaskBytes = 2 * kPanelBytes;
 
 struct SdpaFrom {
@@ -23,7 +23,7 @@ constexpr SdpaFrom kSdpaFrom[] = {
 #include "plan/tuning.def"
 };
 
-// What torch's attention has no argument for, or rounds to q's dtype.
+// An operand that torch's attention has no argument for, or rounds to q's dtype; or "".
 const char* lacking(const AttentionSizes& a) {
   return a.softcap != 0 ? "soft cap"
          : a.sinks      ? "sinks"

@@ -12,8 +12,8 @@ namespace {
 // address of the first row it divides that of row 16 i, whatever the stride.
 constexpr int64_t kRowsMultiple = 16;
 
-// What rows of W decoded for torch may take at a time: a matrix of 14336 rows of 4096 halves, so
-// that one matmul has all of it. Small beside the model: a panel is what torch needs beyond the
+// Bytes that rows of W decoded for torch may take at a time: a matrix of 14336 rows of 4096 halves,
+// so that one matmul has all of it. Small beside the model: a panel is what torch needs beyond the
 // packed rows, once per stream, not once per layer. GPU ms of a prompt of 512 of 8 B parameters on
 // an H100 by MB of a panel: 8 29.1, 16 24.1, 32 20.9, 64 20.9, 128 20.0, 256 (gate and up as
 // one) 19.3; what a panel that stays in a cache saves is less than what matmuls of few rows of W

@@ -23,7 +23,7 @@ bool experts_are_tiled(int64_t choices, int64_t experts) {
 // which decodes W again. (8 rows more cost a tile 13 us of the 72 that 24 take: decoding is 33.)
 int64_t expert_tile_rows(int64_t choices, int64_t experts) {
   const int64_t wanted = ceil_div(product(choices, 5), product(std::max<int64_t>(experts, 1), 4));
-  const int64_t two = 2 * kFragment;  // of each size there is a pipeline
+  const int64_t two = 2 * kFragment;  // each size has a pipeline
   const int64_t rows = wanted <= kFragment ? kFragment : ceil_div(wanted, two) * two;
   return std::clamp<int64_t>(rows, kFragment, GemmTile::kM);
 }

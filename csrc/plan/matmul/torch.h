@@ -1,5 +1,5 @@
-// What torch's matmul on MPS is given. The limits hold on every device, where they cost nothing, so
-// that what runs elsewhere is what runs there.
+// Limits of the products that torch's matmul is given on MPS. They hold on every device, where they
+// cost nothing, so that the same products run everywhere.
 #pragma once
 
 #include <cstdint>
