@@ -110,21 +110,21 @@ struct Result {
   MM_KERNEL(strategy##_##format##_##dtype,                                          \
             (MM_IN(T, x, kSlotX), MM_IN(uchar, weight, kSlotWeight), MM_RESULT(T)), \
             metalmm::Kernel<metalmm::Struct, T>::run(x, weight, {y, bias, c}, args, memory, at))
-// The same of x that may be normalised: run({x, norm}, weight, result, args, memory, at).
+// MM_MATMUL with x that may be normalised: run({x, norm}, weight, result, args, memory, at).
 #define MM_GEMV(dtype, T, strategy, format, Struct, Kernel)                               \
   MM_KERNEL(                                                                              \
       strategy##_##format##_##dtype,                                                      \
       (MM_IN(T, x, kSlotX), MM_IN(T, norm, kSlotNorm), MM_IN(uchar, weight, kSlotWeight), \
        MM_RESULT(T)),                                                                     \
       metalmm::Kernel<metalmm::Struct, T>::run({x, norm}, weight, {y, bias, c}, args, memory, at))
-// The same of x that may lie in the order of lanes: run(x, arranged, weight, ...).
+// MM_MATMUL with x that may lie in the order of lanes: run(x, arranged, weight, ...).
 #define MM_ARRANGED(dtype, T, strategy, format, Struct, Kernel)                                   \
   MM_KERNEL(strategy##_##format##_##dtype,                                                        \
             (MM_IN(T, x, kSlotX), MM_IN(T, arranged, kSlotY2), MM_IN(uchar, weight, kSlotWeight), \
              MM_RESULT(T)),                                                                       \
             metalmm::Kernel<metalmm::Struct, T>::run(x, arranged, weight, {y, bias, c}, args,     \
                                                      memory, at))
-// The same of experts: run(x, ids, weight, result, args, memory, at).
+// MM_MATMUL of experts: run(x, ids, weight, result, args, memory, at).
 #define MM_EXPERTS(dtype, T, strategy, format, Struct, Kernel)                             \
   MM_KERNEL(                                                                               \
       strategy##_##format##_##dtype,                                                       \

@@ -62,7 +62,7 @@ struct AffinePlanes {
   static METAL_FUNC Cursor start(Row row, uint unit, uint) {
     return {row + unit * uint(4 * bits), scale_of(row, unit)};
   }
-  // As many units as a simdgroup takes are whole groups.
+  // The units that a simdgroup takes are whole groups.
   static METAL_FUNC Cursor next(Cursor c, uint units) {
     return {c.codes + units * uint(4 * bits), c.scale + parameter_bytes(units)};
   }

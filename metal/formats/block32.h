@@ -24,7 +24,7 @@ METAL_FUNC void nibbles8x2(ushort4 halves, float add, thread float (&q)[16]) {
   }
 }
 
-// As nibbles8x2 with a fifth bit: bits [0, 8) and [16, 24) of `fifth`.
+// nibbles8x2 with a fifth bit: bits [0, 8) and [16, 24) of `fifth`.
 template <int i>
 METAL_FUNC void five(thread const uint (&u)[4], uint fifth, float add, thread float (&q)[16]) {
   const half2 bits = pair<1, i>(fifth);
@@ -40,7 +40,7 @@ METAL_FUNC void fives8x2(uint2 words, uint fifth, float add, thread float (&q)[1
   five<0>(u, open_pair(fifth), add, q);
 }
 
-// As subnormal halves, high nibbles times 16: the codes of 8 bytes, and the same with a fifth bit.
+// The codes of 8 bytes as subnormal halves, high nibbles times 16; add_fifth8x2() adds fifth bits.
 METAL_FUNC void subnormals8x2(uint2 words, thread float (&q)[16]) {
   MM_UNROLL
   for (int i = 0; i < 2; ++i) {
@@ -55,7 +55,7 @@ METAL_FUNC void add_fifth8x2(uint fifth, thread float (&q)[16]) {
   q[8 + i] = fma(float(bits.y), 256.0f / (1 << i), q[8 + i]);
   if constexpr (i < 7) add_fifth8x2<i + 1>(fifth, q);
 }
-// Their scales.
+// The scales of low and high nibbles.
 template <class P>
 METAL_FUNC void scale_nibbles(half d, thread P& p) {
   p.scale[0] = 1.0f;

@@ -45,7 +45,7 @@ struct Window {
   static METAL_FUNC Window fetch(device const uchar* row, uint block, uint inner) {
     return has_long_blocks() ? load<8>(row, block, inner) : load<2>(row, block, inner);
   }
-  // The same of a part of LaneBlocks.
+  // The window of a part of LaneBlocks.
   template <class Storage>
   static METAL_FUNC Window fetch_part(typename Storage::Cursor c, int part, uint piece) {
     return has_long_blocks() ? load<8>(c.row, c.block, Storage::Lane::at(part, piece))
@@ -67,7 +67,7 @@ struct Window {
   static METAL_FUNC uint4 four(thread const Window& w) {
     return uint4(word<offset>(w), word<offset + 4>(w), word<offset + 8>(w), word<offset + 12>(w));
   }
-  // Those from `offset` on.
+  // The words from `offset` on.
   template <int offset = 0>
   static METAL_FUNC void all(thread const Window& w, thread uint (&to)[bytes / 4]) {
     if constexpr (offset < bytes) {

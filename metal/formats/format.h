@@ -1,4 +1,4 @@
-// What a format gives the kernels: how a row is divided, and two ways to decode it.
+// The interface of formats and kernels: how a row is divided, and two ways to decode it.
 //
 // A format is a struct of static functions (in Metal 4.1 an implicit `this` becomes generic; static
 // functions are immune), of constants, and of the structs that it is made of: Metal has no derived
@@ -87,7 +87,7 @@ METAL_FUNC half2 subnormals(uint word) {
   static_assert(shift + bits <= 10, "beyond the mantissa");
   return as_type<half2>(word & (((1u << bits) - 1u) << shift) * 0x00010001u);
 }
-// Those of the four bytes of a word, a value of each every `stride`.
+// Subnormals of the four bytes of a word, a value of each every `stride`.
 template <int bits, int shift, int stride = 1>
 METAL_FUNC void subnormals4(uint word, thread float* q) {
   const half2 even = subnormals<bits, shift>(word), odd = subnormals<bits, shift>(word >> 8);
@@ -202,7 +202,7 @@ METAL_FUNC void nibbles16x2(uint4 words, thread float* low, thread float* high) 
   }
 }
 
-// As subnormal halves: low nibbles, then high ones times 16.
+// 32 codes of 16 bytes as subnormal halves: low nibbles, then high ones times 16.
 METAL_FUNC void subnormals16x2(uint4 words, thread float (&q)[32]) {
   MM_UNROLL
   for (int i = 0; i < 4; ++i) {

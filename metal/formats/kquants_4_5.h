@@ -146,8 +146,7 @@ struct Q4_K {
   }
 };
 
-// As q4_k, with a fifth bit: bit 2c of byte l of qh for value 64c + l, 2c + 1 for value 64c + 32 +
-// l.
+// q4_k with a fifth bit: bit 2c of byte l of qh for value 64c + l, 2c + 1 for value 64c + 32 + l.
 struct Q5_K {
   using Storage = LaneBlocks<256, 176, LaneOfWeave<48, 4>>;
   using Pieces = HalvesOf64;

@@ -49,7 +49,7 @@ struct PieceLayout {
   }
 };
 
-// What unpack() gives.
+// The terms that unpack() gives.
 template <int scales, int offsets = 0, int chains = 1, int chain_bits = 0, int bias = 0,
           int first_biased = 0>
 struct PieceTerms {
@@ -62,8 +62,8 @@ struct PieceTerms {
   static constexpr int order(int i) { return i; }
 };
 
-// The same of codes as subnormal halves: p.q is 2^(place - 24) (code + bias), place the hexadecimal
-// digit of the scale in `places`. p.d is 2^24 d; `unit`, where that may overflow: dot() multiplies.
+// PieceTerms of subnormal halves: p.q is 2^(place - 24) (code + bias), place the hexadecimal digit
+// of the scale in `places`. p.d is 2^24 d; `unit`, where that may overflow: dot() multiplies.
 template <int scales, int offsets, int bias = 0, uint places = 0, int chains = 1,
           int chain_bits = 0, bool unit = false>
 struct SubnormalTerms {
@@ -78,7 +78,7 @@ struct SubnormalTerms {
   static constexpr int order(int i) { return scales == 4 ? i / 2 + i % 2 * 2 : i; }
 };
 
-// Which terms a vector kernel takes: a format's Subnormal, where it has such and the GPU keeps
+// The terms that a vector kernel takes: a format's Subnormal, where it has such and the GPU keeps
 // them.
 template <class... T>
 using Void = void;

@@ -1,6 +1,6 @@
-// What the gemv strategies share: sources of x, the walk of a simdgroup along its rows, the sum
-// over lanes. Every strategy that walks here adds in the same order, so their results are equal bit
-// for bit as long as one simdgroup owns all of K.
+// The parts that the gemv strategies share: sources of x, the walk of a simdgroup along its rows,
+// the sum over lanes. Every strategy that walks here adds in the same order, so their results are
+// equal bit for bit as long as one simdgroup owns all of K.
 #pragma once
 
 #include <metal_simdgroup>
@@ -106,7 +106,7 @@ struct ActMulX {
   }
 };
 
-// What a lane multiplies its piece by; x starts at the first value of it.
+// The values by which a lane multiplies its piece; x starts at the first of them.
 template <class Format, class Source, class Terms>
 METAL_FUNC void load_piece(typename Source::Row x, thread XPiece<Format, Terms>& out,
                            thread float& squares) {

@@ -112,7 +112,7 @@ METAL_FUNC void load_x(device const T* row, uint k, uint end, thread E (&x)[kCou
   }
 }
 
-// What the matrix unit multiplies for activations of type T: matrix_operand_bytes says why.
+// The type that the matrix unit multiplies for x of type T: matrix_operand_bytes says why.
 template <class T>
 struct MatrixOperand {
   using type = float;

@@ -84,7 +84,7 @@ struct Panel {
     to[kRuns] = packed<E>(pairs + kRun);
   }
 
-  // What a lane holds of the matrices of kRun products.
+  // A lane's part of the matrices of kRun products.
   static METAL_FUNC void load(Lane from, thread vec<E, 2> (&x)[kRun]) {
     MM_UNROLL
     for (int half_run = 0; half_run < 2; ++half_run) {

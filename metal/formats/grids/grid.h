@@ -1,4 +1,4 @@
-// What formats whose codes are indices of grids share: iq1_s, iq1_m, iq2_*, iq3_*.
+// The common parts of formats whose codes are indices of grids: iq1_s, iq1_m, iq2_*, iq3_*.
 // A block is 256 values, a lane owns a chunk of 32: four groups of 8, each with a code (iq3: two).
 //
 //   Raw                                  of a chunk

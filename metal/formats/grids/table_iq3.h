@@ -45,7 +45,7 @@ MM_CONST unsigned int kGridIQ3_XXS[256] = {
 };
 // clang-format on
 
-// The same by a 9-bit code.
+// Magnitudes of four values by a 9-bit code.
 // clang-format off
 MM_CONST unsigned int kGridIQ3_S[512] = {
     0x01010101, 0x01010103, 0x01010105, 0x0101010B, 0x0101010F, 0x01010301, 0x01010303, 0x01010305,
