@@ -1,4 +1,4 @@
-// What host and shaders agree on: arguments, buffer slots, function constants. Read by C++ and by
+// The interface of host and shaders: arguments, buffer slots, function constants. Read by C++ and
 // MSL.
 #pragma once
 
@@ -23,9 +23,9 @@ struct KernelArgs {
                      // c alone
   MM_I64 w_stride;   // row n of weight; slot of keys of a cache
   MM_I64 w2_stride;  // row n of weight2; slot of values of a cache
-  // Of keys and (2) of values of a cache, bytes; of x and x2 of rope_append, values. The mask of
-  // attention is x2: 0 repeats.
-  // Of experts, bytes from one to the next: head_stride of weight, sequence_stride of weight2.
+  // Strides of keys and (2) of values of a cache in bytes, of x and x2 of rope_append in values.
+  // The mask of attention is x2: 0 repeats.
+  // Bytes from an expert to the next: head_stride of weight, sequence_stride of weight2.
   MM_I64 head_stride, sequence_stride, head2_stride, sequence2_stride;
   MM_I64 x_head_stride, x_sequence_stride, x2_head_stride, x2_sequence_stride;
   MM_U32 m, n, k;     // k of rope and of attention: values of a head; gated_delta: k of q, n of v;
@@ -83,7 +83,7 @@ enum Slot : MM_U32 {
 
 constexpr MM_U32 slot_bit(Slot slot) { return MM_U32(1) << slot; }
 
-// What the kernels of a family declare.
+// The slots that the kernels of a family declare.
 enum SlotBits : MM_U32 {
   kBindProbe = slot_bit(kSlotX) | slot_bit(kSlotX2) | slot_bit(kSlotY) | slot_bit(kSlotArgs),
   kBindEpilogue = slot_bit(kSlotY) | slot_bit(kSlotBias) | slot_bit(kSlotC) | slot_bit(kSlotArgs),
@@ -117,7 +117,7 @@ enum SlotBits : MM_U32 {
       slot_bit(kSlotArgs)
 };
 
-// Function constants: at most six. What removes a branch or fixes a stride.
+// Function constants: at most six. Each removes a branch or fixes a stride.
 enum FunctionConstant : MM_U32 {
   kConstantK = 0,      // uint: K, known at pipeline creation so that loops have a fixed trip count
   kConstantGroup = 1,  // uint: group size of an affine format, 0 otherwise
@@ -148,7 +148,7 @@ enum EpilogueBits : MM_U32 {
   kEpilogueActivation = 512  // times an Activation: the highest bits, of a kernel that has one
 };
 
-// Of expert_up and expert_down, beside kEpilogueBias and an Activation.
+// Bits of expert_up and expert_down, beside kEpilogueBias and an Activation.
 enum ExpertBits : MM_U32 {
   kExpertLimit = 2,        // gate and up are clamped,
   kExpertOai = 4,          // and multiplied as swiglu_oai has it, whatever the activation
@@ -172,7 +172,7 @@ enum ActMulBits : MM_U32 {
   kActMulRounded = 1  // gate and up are of y's dtype, else f32
 };
 
-// Of rms_norm, beside kEpilogueC and those of a weight.
+// Bits of rms_norm, beside kEpilogueC and those of a weight.
 enum NormBits : MM_U32 {
   kNormGate = 1  // the norm is multiplied by silu(x2)
 };
@@ -198,7 +198,7 @@ enum TableBits : MM_U32 {
   kTablesAxes = 4          // a frequency names its position
 };
 
-// Of embedding.
+// Bits of embedding.
 enum RowBits : MM_U32 {
   kRowScale = 1,       // rows are rounded, then multiplied
   kRowFloatScale = 2,  // by an f32, whatever y is
@@ -245,7 +245,7 @@ enum AttentionBits : MM_U32 {
   kAttentionAlone = 1024  // causal queries, each with parts and rows as if it were the only one
 };
 
-// The first three: that size has a tail. Alignment is that of the first byte and of the stride; a
+// kBoundsN, M and K: that size has a tail. Alignment is that of the first byte and of the stride; a
 // kernel that is not told of it loads element by element.
 enum BoundsBits : MM_U32 {
   kBoundsN = 1,

@@ -17,7 +17,7 @@ MM_CONST int kChunkValues = 32;         // every block of every format is a whol
 MM_CONST int kAffineRowAlignment = 16;  // rows of affine formats are padded to multiples of it
 MM_CONST int kFragment = 8;             // rows and columns of a simdgroup matrix
 
-// What plan() reads of the geometry of a Matmul strategy:
+// The members of a Matmul strategy's geometry that plan() reads:
 //   kN, kM, kK      rows of W and of x that a threadgroup owns, values of K that it takes at a time
 //   kTakesBatch     kM is the most: kConstantBatch says how many rows of x, as batch_of() decides
 //                   for M rows and pieces of so many values
@@ -196,7 +196,7 @@ struct GatedDeltaGeometry {
   MM_CONST int kColumns = 8, kMostRows = 16, kPositions = 8;
   MM_CONST int kRowLanes = kSimdWidth / (kColumns / 4);
   MM_CONST int kGroupColumns = kColumns * (kThreads / kSimdWidth);
-  // Of heads of k values in `size` bytes each.
+  // Bytes for heads of k values of `size` bytes each.
   static constexpr int threadgroup_bytes(int k, int size) {
     return kPositions * (16 + (2 * ((k + 3) / 4 * 4) + kGroupColumns) * size);
   }
@@ -210,7 +210,7 @@ struct SsmScanGeometry {
   MM_CONST int kLaneRows = 4, kRowLanes = 16, kMostValues = 256, kPositions = 8;
   MM_CONST int kRows = kLaneRows * (kSimdWidth / kRowLanes);
   MM_CONST int kGroupRows = kRows * (kThreads / kSimdWidth);
-  // Of k values of b and of c in `size` bytes each.
+  // Bytes for k values of b and of c of `size` bytes each.
   static constexpr int threadgroup_bytes(int k, int size) {
     return kPositions * (16 + 4 * kGroupRows + (2 * k + kGroupRows) * size);
   }

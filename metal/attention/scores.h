@@ -1,5 +1,5 @@
-// What the kernels of attention share: which slots a query sees, its scores, and how the parts of a
-// row of q are joined.
+// The parts that the kernels of attention share: which slots a query sees, its scores, and how the
+// parts of a row of q are joined.
 #pragma once
 
 #include <metal_simdgroup>
@@ -55,7 +55,7 @@ METAL_FUNC uint rows_of_head(constant KernelArgs& args) {
 METAL_FUNC ulong row_of_q(constant KernelArgs& args, QueryRow row) {
   return (ulong(row.sequence) * args.heads + row.head) * args.positions + row.query;
 }
-// The same of row r of a head of keys: those of all queries follow each other.
+// The place of row r of a head of keys: rows of all queries follow each other.
 METAL_FUNC ulong row_of_q(constant KernelArgs& args, Position at, uint r) {
   if (is_alone()) return row_of_q(args, query_row(args, at, r));
   return (ulong(at.tg.z) * args.kv_heads + at.tg.y) * rows_of_head(args) + r;
@@ -64,8 +64,8 @@ METAL_FUNC ulong row_of_y(constant KernelArgs& args, QueryRow row) {
   return (ulong(row.sequence) * args.positions + row.query) * args.heads + row.head;
 }
 
-// All slots, where args.count says that they hold rows; else a length that the host has not seen,
-// made one that the cache has. With kAttentionAlone those up to the query's own.
+// The filled slots: all, where args.count says that they hold rows; else a length that the host has
+// not seen, made one that the cache has. With kAttentionAlone those up to the query's own.
 METAL_FUNC uint filled_slots(device const long* length, constant KernelArgs& args, Position at) {
   const uint own = fc_epilogue & kAttentionPages ? sequence_of(args, at) : 0;
   const uint filled = args.count != 0 ? args.n : uint(clamp(length[own], 0L, long(args.n)));
@@ -100,7 +100,7 @@ METAL_FUNC Span seen_by(constant KernelArgs& args, uint filled, uint query) {
   return out;
 }
 
-// Of what all queries see, the slots of a part.
+// The slots of a part, of those that all queries see.
 METAL_FUNC Span slots_of_part(constant KernelArgs& args, uint filled, uint part) {
   const uint first = seen_by(args, filled, 0).first;
   const uint last = seen_by(args, filled, queries_of(args) - 1).last;
@@ -110,7 +110,7 @@ METAL_FUNC Span slots_of_part(constant KernelArgs& args, uint filled, uint part)
   return {min(first + part * slots, last), min(first + (part + 1) * slots, last)};
 }
 
-// What becomes of the products of a row of q with keys.
+// Scores from the products of a row of q with keys.
 struct Scores {
   device const uchar* mask;  // of the row
   Span seen;
@@ -141,7 +141,7 @@ struct Scores {
 // exp(s - top), where no score at all leaves 0 instead of NaN.
 METAL_FUNC float weight_of(float s, float top) { return exp(s - (top == -INFINITY ? 0.0f : top)); }
 
-// Of some slots and a row: the largest score and the sum of weights exp(score - top).
+// The largest score of a row over some slots, and the sum of weights exp(score - top).
 struct Total {
   float top, sum;
 };
@@ -165,7 +165,7 @@ METAL_FUNC float quotient(float sum, float top, Total all) {
   return all.sum == 0.0f ? 0.0f : sum * weight_of(top, all.top) / all.sum;
 }
 
-// What a part leaves of a row: fc_k sums; behind those of all rows and parts, their totals.
+// The results of a part for a row: fc_k sums; behind those of all rows and parts, their totals.
 struct Partials {
   device float* sums;
   device float2* totals;

@@ -40,7 +40,7 @@ struct AttentionSplitOf {
   MM_CONST bool kAhead = false;
 #endif
 
-  // What a lane has of the rows of q: values in the order of keys, or sums of values.
+  // A lane's part of the rows of q: values in the order of keys, or sums of values.
   struct Pieces {
     float v[kRows][8];
   };
@@ -187,7 +187,7 @@ struct AttentionSplitOf {
     if (lanes_of_slot() > 16) own[0] += simd_shuffle_xor(own[0], ushort(16));
   }
 
-  // What lanes have of this lane's slot u and row j.
+  // The value of this lane's slot u and row j, from the lane that has it.
   static METAL_FUNC float of_slot(thread const float (&own)[2], uint u, uint j) {
     return has_two() ? simd_shuffle_xor(own[u % 2], ushort(j | u / 2 * 4))
                      : simd_shuffle_xor(own[0], ushort(j | u * 4));

@@ -119,7 +119,7 @@ struct AttentionTile {
     const Slots places = Slots::of(in, args, sequence_of(args, at));
     clear(s);
     for (uint k = 0; k < fc_k; k += G::kStep) {
-      threadgroup_barrier(mem_flags::mem_threadgroup);  // what was there is read
+      threadgroup_barrier(mem_flags::mem_threadgroup);  // the slots before are read
       if (fc_epilogue & kAttentionHalfKeys) {
         load_slots<F16>(keys, weight_stride<F16>(args.w_stride), places, slots, t, last, k, at);
       } else {
@@ -187,8 +187,8 @@ struct AttentionTile {
     }
   }
 
-  // What the queries of a threadgroup's rows see of a part: those of rows of one head of q are
-  // neighbours, those of several are all queries.
+  // The slots of a part that the queries of a threadgroup's rows see: queries of one head of q are
+  // neighbours, those of several heads are all queries.
   static METAL_FUNC Span seen_by_rows(constant KernelArgs& args, uint filled, uint first, uint last,
                                       Span part) {
     const uint queries = queries_of(args);

@@ -37,7 +37,7 @@ struct CausalConv {
     return from.x[m * args.x_stride + channel];
   }
 
-  // What the state holds behind the last position; `row` is that of position 0.
+  // Stores the state behind the last position; `row` is that of position 0.
   static METAL_FUNC void keep(From from, device T* state, constant KernelArgs& args, ulong row,
                               uint channel) {
     for (uint i = 0; i < args.count; ++i) {
@@ -56,13 +56,13 @@ struct CausalConv {
     const uint first = chunk * kPositions, last = min(first + kPositions, args.positions);
     const ulong row = ulong(sequence) * args.positions;
     state += (ulong(sequence) * args.n + channel) * args.count;
-    float weight[kMostTaps], in[kMostTaps];  // of which the last fc_k are read
+    float weight[kMostTaps], in[kMostTaps];  // only the last fc_k are read
     MM_UNROLL
     for (uint j = 0; j < kMostTaps; ++j) {
       const uint back = kMostTaps - j;
       if (back <= fc_k) weight[j] = parameter(from.weight, channel * fc_k + fc_k - back);
       if (back >= fc_k) continue;
-      // As many positions before the first; a chunk is longer than the taps.
+      // The input `back` positions before the first; a chunk is longer than the taps.
       in[j] = float(chunk == 0 ? state[args.count - back]
                                : input(from, args, row + first - back, channel));
     }

@@ -37,7 +37,7 @@ struct GatedDelta {
     device const T* dt_bias;
   };
 
-  // What a thread owns.
+  // A thread's share of the state.
   struct Owned {
     uint sequence, head, key, lane;
     uint group_column;   // the first of the threadgroup
@@ -46,8 +46,8 @@ struct GatedDelta {
     float rate, bias;    // of the head
   };
 
-  // Of each position of a block the scales of q and k, the decay and beta; then q and k, with zeros
-  // up to a multiple of 4, and v of the threadgroup's columns.
+  // The scales of q and k, the decay and beta of each position of a block; then its q and k, with
+  // zeros up to a multiple of 4, and v of the threadgroup's columns.
   struct Block {
     threadgroup float4* scales;
     threadgroup T* rows;
@@ -74,7 +74,7 @@ struct GatedDelta {
     MM_CONST int kValues = (kRows * G::kRowLanes + kSimdWidth - 1) / kSimdWidth;
     T q[kEach][kValues], k[kEach][kValues], v[kEach], a[kEach], b[kEach];
 
-    // Of the block from `position` on; behind the last position that once more.
+    // Loads the block from `position` on; behind the last position that one once more.
     static METAL_FUNC Loaded of(From from, constant KernelArgs& args, Owned own, uint position,
                                 Position at) {
       Loaded out;
@@ -100,7 +100,7 @@ struct GatedDelta {
       return out;
     }
 
-    // Of the lane's values.
+    // The sum over the lane's values alone.
     static METAL_FUNC float sum_of_squares(thread const T (&v)[kValues]) {
       float sum = 0.0f;
       MM_UNROLL

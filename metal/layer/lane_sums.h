@@ -7,15 +7,15 @@
 
 namespace metalmm {
 
-// Which of the four sums a lane gets. The 16 lanes differ in 4 bits from kFirst on.
+// The index of the sum, of four, that a lane gets. The 16 lanes differ in 4 bits from kFirst on.
 template <int kFirst>
 METAL_FUNC uint summed_by(uint lane) {
   return lane / kFirst & 3;
 }
 
-// Of each of the fours the sum of [summed_by(lane)] over the lanes. The first two rounds halve what
-// a lane has: five values are exchanged, for 16 if each lane had all four sums. The fours go side
-// by side, since a lane waits for what it is given.
+// Sums each of the fours over the lanes; a lane gets sum [summed_by(lane)]. The first two rounds
+// halve what a lane has: five values are exchanged, for 16 if each lane had all four sums. The
+// fours go side by side, since a lane waits for what it is given.
 template <int kFirst, int kFours>
 METAL_FUNC void sum_fours(thread const float (&fours)[kFours][4], uint lane,
                           thread float (&sums)[kFours]) {

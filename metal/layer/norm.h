@@ -5,12 +5,12 @@
 
 namespace metalmm {
 
-// What a value is multiplied by for its weight.
+// The factor of a value for its weight.
 METAL_FUNC float norm_factor(float weight, float offset) {
   return norm_has_offset() ? offset + weight : weight;
 }
 
-// What a row of fc_k values, whose squares sum to `squares`, is multiplied by.
+// The factor of a row of fc_k values whose squares sum to `squares`.
 METAL_FUNC float norm_scale(float squares, float eps) { return rsqrt(squares / float(fc_k) + eps); }
 
 // squares + the sum of the squares of v, which is added first: chains stay short.

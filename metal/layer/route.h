@@ -43,7 +43,7 @@ struct Route {
     return exp(l - row.most) / row.total;
   }
 
-  // What an expert is chosen by.
+  // The key by which an expert is chosen.
   static METAL_FUNC float key(thread const Row& row, uint e) {
     float v;
     if (fc_epilogue & (kRouteChoiceBias | kRouteGroups)) {

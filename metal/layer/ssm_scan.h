@@ -40,7 +40,7 @@ struct SsmScan {
 
   static_assert(G::kRowLanes == 16 && G::kLaneRows == 4, "sums of lane_sums.h");
 
-  // What a thread owns.
+  // A thread's share of the state.
   struct Owned {
     uint sequence, head, group, lane;
     uint group_row;       // the first of the threadgroup
@@ -49,7 +49,7 @@ struct SsmScan {
     float rate, bias, d;  // of the head
   };
 
-  // Of each position of a block t and the decay, silu(gate) of the threadgroup's rows; then b and
+  // t and the decay of each position of a block, silu(gate) of the threadgroup's rows; then b and
   // c, fc_k values each, and x of these rows.
   struct Block {
     threadgroup float4* steps;
@@ -78,7 +78,7 @@ struct SsmScan {
     MM_CONST int kValues = (kMost + kSimdWidth - 1) / kSimdWidth;
     T b[kEach][kValues], c[kEach][kValues], x[kEach], gate[kEach], dt[kEach];
 
-    // Of the block from `position` on; behind the last position that once more.
+    // Loads the block from `position` on; behind the last position that one once more.
     static METAL_FUNC Loaded of(From from, constant KernelArgs& args, Owned own, uint position,
                                 Position at) {
       Loaded out;
@@ -207,7 +207,7 @@ struct SsmScan {
       next = Rows::of(from, args, own, position + kBlock, at);
       const uint count = min(kBlock, args.positions - position);
       for (uint p = 0; p < count; ++p) {
-        store(y, args, own, last);  // its lanes wait for each other beside the step
+        store(y, args, own, last);  // lanes of store() wait for each other beside the step
         step(block, p, own, s, last);
         last.position = position + p;
       }
