@@ -47,8 +47,8 @@ struct KernelArgs {
   MM_U32 heads, kv_heads, rotated, positions;
   MM_U32 window;      // attention: slots that a query sees, its own included; biases of an expert
   float alpha, beta;  // attention: of a score; of a gate; alpha of swiglu_oai
-  float softcap;      // of attention and of an epilogue; the limit of gate and up of experts
-  float eps, offset;  // of a norm: rsqrt(mean of x^2 + eps) * x * (offset + weight)
+  float softcap;      // attention; epilogue; experts: the limit of gate and up
+  float eps, offset;  // a norm: rsqrt(mean of x^2 + eps) * x * (offset + weight)
 };
 
 // Buffer slots. A slot that a kernel does not declare stays unbound; one that it declares is bound
@@ -70,7 +70,7 @@ enum Slot : MM_U32 {
   // Weight of a norm [K], of causal_conv; of the heads of q; a_log of gated_delta and ssm_scan;
   // scale of an embedding; frequencies of rope_tables, f32
   kSlotNorm = 8,
-  kSlotNorm2 = 9,  // of the heads of k; dt_bias of gated_delta and ssm_scan; bias of causal_conv
+  kSlotNorm2 = 9,  // weight of heads of k; dt_bias of gated_delta and ssm_scan; bias of causal_conv
   kSlotCos = 10,
   kSlotSin = 11,
   kSlotY2 = 12,  // x + x2 of add_rms_norm; k of rope; x in the order of lanes (arrange_x); state;
@@ -202,7 +202,7 @@ enum TableBits : MM_U32 {
 enum RowBits : MM_U32 {
   kRowScale = 1,       // rows are rounded, then multiplied
   kRowFloatScale = 2,  // by an f32, whatever y is
-  kRowScales = 4       // of the table's row
+  kRowScales = 4       // a factor for each row of the table
 };
 
 enum RouteBits : MM_U32 {

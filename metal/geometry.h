@@ -108,7 +108,7 @@ struct GemmTile {
   MM_CONST int kSimdgroups = 4, kN = kSimdgroups * kFragment, kM = 64, kK = 128;
   MM_CONST bool kTakesBatch = true, kOnMatrixUnit = true;
   MM_CONST int kThreads = kSimdgroups * kSimdWidth;
-  MM_CONST int kBytesPerRow = 2 * panel_pair_bytes() / 2;  // of x: two stages of half a pair
+  MM_CONST int kBytesPerRow = 2 * panel_pair_bytes() / 2;  // a row of x: two stages of half a pair
   static constexpr int threadgroup_bytes(bool) { return kM * kBytesPerRow; }
   template <class Int>
   static constexpr Int batch_of(Int m, bool, int) {
@@ -125,7 +125,7 @@ struct GemmSmallTile {
   MM_CONST bool kTakesBatch = true, kOnMatrixUnit = true;
   static constexpr int rows(bool x_is_f16) { return x_is_f16 ? kM : kFragment; }
   MM_CONST int kThreads = kSimdgroups * kSimdWidth;
-  MM_CONST int kBytesPerRow = kSimdgroups * kN * 4;  // of x
+  MM_CONST int kBytesPerRow = kSimdgroups * kN * 4;  // f32 sums for a row of x
   static constexpr int threadgroup_bytes(bool x_is_f16) { return rows(x_is_f16) * kBytesPerRow; }
   template <class Int>
   static constexpr Int batch_of(Int m, bool x_is_f16, int) {
@@ -262,7 +262,7 @@ struct AttentionTileGeometry {
 // attention_join: a threadgroup a row of q, a simdgroup every 4th part.
 struct AttentionJoinGeometry {
   MM_CONST int kSimdgroups = 4, kThreads = kSimdgroups * kSimdWidth;
-  MM_CONST int kLoads = 4;                                    // of a lane at a time
+  MM_CONST int kLoads = 4;                                    // loads of a lane at a time
   MM_CONST int kMostSums = kSimdgroups * kMaxHeadValues / 4;  // float4, of all simdgroups
   MM_CONST int kThreadgroupBytes = (4 * kMostSums + kMaxParts) * 4;
 };

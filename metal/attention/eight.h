@@ -42,7 +42,7 @@ struct Eight;
 template <class V>
 struct Eight<Dense<V>> {
   using Layout = EightLayout<8, 8>;
-  MM_CONST int kLoads = sizeof(V) / 2;  // of 16 bytes
+  MM_CONST int kLoads = sizeof(V) / 2;  // loads of 16 bytes
   struct Raw {
     uint4 words[kLoads];
   };

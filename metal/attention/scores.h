@@ -75,8 +75,8 @@ METAL_FUNC uint filled_slots(device const long* length, constant KernelArgs& arg
 
 // Where the slots of a sequence lie among those of the cache.
 struct Slots {
-  device const long* pages;  // of the sequence, made ones that the cache has
-  uint count;                // of the cache
+  device const long* pages;  // pages of the sequence, made ones that the cache has
+  uint count;                // pages of the cache
 
   template <class T>
   static METAL_FUNC Slots of(AttentionOperands<T> in, constant KernelArgs& args, uint sequence) {
@@ -112,7 +112,7 @@ METAL_FUNC Span slots_of_part(constant KernelArgs& args, uint filled, uint part)
 
 // Scores from the products of a row of q with keys.
 struct Scores {
-  device const uchar* mask;  // of the row
+  device const uchar* mask;  // mask of the row
   Span seen;
 
   template <class T>

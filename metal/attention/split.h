@@ -47,13 +47,13 @@ struct AttentionSplitOf {
 
   // The slots of a simdgroup, and what of each a lane owns.
   struct Walk {
-    Row keys, values;  // of slot 0
+    Row keys, values;  // rows of slot 0
     long key_stride, value_stride;
     Slots slots;
     uint last;                        // no slot from here on
     uint lane, lanes, group, groups;  // the lane of its group
     uint piece;
-    bool owns;  // of the 16 lanes for a head of 80 values, 6 own nothing
+    bool owns;  // 6 of the 16 lanes for a head of 80 values do not
   };
 
   // Lanes of a slot: a power of two. Of the 16 scores of a step 8 lanes finish two each.
@@ -217,7 +217,7 @@ struct AttentionSplitOf {
     for (uint u = 0; u < 2; ++u) {
       if (u >= count) continue;
       own[u] = weight_of(own[u], total.top);
-      total.sum += own[u];  // of the lane's slots alone
+      total.sum += own[u];  // the lane's slots alone
     }
   }
 

@@ -31,9 +31,9 @@ struct AttentionTile {
 
   // The rows of q of a threadgroup. Of a simdgroup's 8 x 8 scores a lane has two of one row.
   struct Rows {
-    uint first, count;  // of the threadgroup, among those of the head of keys
-    Scores scores;      // of the lane's row
-    Total total;        // of its slots; the sum without those of other lanes
+    uint first, count;  // rows of the threadgroup, among those of the head of keys
+    Scores scores;      // scores of the lane's row
+    Total total;        // total of its slots; the sum without those of other lanes
   };
 
   // Keys or values: the rows of slot 0, and of slot t.

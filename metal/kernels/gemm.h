@@ -76,9 +76,9 @@ struct Gemm {
   }
 
  private:
-  MM_CONST int kValues = 16;  // of K that a lane decodes at a time
+  MM_CONST int kValues = 16;  // values of K that a lane decodes at a time
   MM_CONST uint kStages = Tile::kK / (X::kRuns * X::kRun);
-  MM_CONST uint kPairs = Tile::kThreads / X::kRuns;  // of rows, that the threads load at a time
+  MM_CONST uint kPairs = Tile::kThreads / X::kRuns;  // pairs of rows that threads load at a time
   MM_CONST uint kPieces = Tile::kM / 2 / kPairs;
   static_assert(kStages % 2 == 0, "the stages of a step end where they began");
 

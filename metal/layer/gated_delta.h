@@ -26,7 +26,7 @@ struct GatedDelta {
   using G = GatedDeltaGeometry;
   MM_CONST uint kBlock = G::kPositions, kSimdgroups = G::kThreads / kSimdWidth;
   MM_CONST uint kEach = kBlock / kSimdgroups;  // positions of a block that a simdgroup loads
-  MM_CONST int kLanes = G::kColumns / 4;       // of a row
+  MM_CONST int kLanes = G::kColumns / 4;       // lanes of a row
   static_assert(G::kRowLanes == 16, "sums of lane_sums.h");
 
   struct From {
@@ -43,7 +43,7 @@ struct GatedDelta {
     uint group_column;   // the first of the threadgroup
     uint column, first;  // the first of the lane's 4, and of its rows
     uint summed;         // the column that it sums up
-    float rate, bias;    // of the head
+    float rate, bias;    // values of the head
   };
 
   // The scales of q and k, the decay and beta of each position of a block; then its q and k, with

@@ -46,7 +46,7 @@ struct SsmScan {
     uint group_row;       // the first of the threadgroup
     uint row, first;      // the first of the lane's rows, and of its values
     uint summed;          // the row that it sums up
-    float rate, bias, d;  // of the head
+    float rate, bias, d;  // values of the head
   };
 
   // t and the decay of each position of a block, silu(gate) of the threadgroup's rows; then b and

@@ -22,7 +22,7 @@ using namespace metal;
 template <class E>
 struct Panel {
   MM_CONST int kRun = panel_run(sizeof(E)), kRuns = kFragment;
-  using Lane = threadgroup uint4*;  // of the first vector of a lane's pair of rows and run
+  using Lane = threadgroup uint4*;  // the first vector of a lane's pair of rows and run
 
   // Vectors from a pair of rows to the next.
   MM_CONST int kPairStride = panel_pair_bytes() / 16;
