@@ -17,7 +17,7 @@ struct EmulatorOptions {
   bool descending = false;  // the last simdgroup and lane first
   bool allow_inactive = false;
   bool allow_uninitialized = false;
-  bool flush_subnormals = false;  // of f32 and bf16
+  bool flush_subnormals = false;  // f32 and bf16 alone
   uint32_t workers = 0;           // OS threads; 0: one per core
   uint32_t seconds = 300;         // after which a kernel is an endless loop; 0: never
 };

@@ -74,7 +74,7 @@ void bind_experts(Problem& p, Operands& o, Slot slot, const PackedWeight& w) {
 
 // Rows of x in the order of their experts, each expert's from a multiple of tile_rows on.
 struct Tiles {
-  int64_t rows;        // of a tile
+  int64_t rows;        // rows of a tile
   at::Tensor experts;  // int64 [tiles]: -1 for a tile of none
   at::Tensor choices;  // int64 [tiles rows]: the choice of a row; of a row of none, any
   at::Tensor places;   // int64 [T C]: the row of a choice

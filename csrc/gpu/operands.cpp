@@ -47,7 +47,7 @@ DType dtype_of(at::ScalarType t) { return find_dtype(t).value(); }
 namespace {
 
 std::mutex g_mutex;
-std::string g_failure;  // of the last launch that threw
+std::string g_failure;  // message of the last launch that threw
 
 // Tells the engine of weights, not of a cache, which the same slots hold.
 void use_weights(const Engine& e, Op op, const Operands& o) {

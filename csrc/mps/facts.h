@@ -13,11 +13,11 @@ struct Facts {
   int family = 0;      // n of the newest MTLGPUFamilyApple<n>; 0: not an Apple GPU
   uint32_t cores = 0;  // 0: not known
   uint32_t max_threadgroup_memory = 0;
-  uint32_t max_threads = 0;  // of a threadgroup, along its first axis
+  uint32_t max_threads = 0;  // threads of a threadgroup, along its first axis
   int macos = 0;             // major version
 };
 
-constexpr int kFirstFamily = 7;  // of M1
+constexpr int kFirstFamily = 7;  // M1's
 constexpr int kLastFamily = 20;  // the newest that a device is asked for; the newest chip's is 10
 constexpr int kFirstMacOS = 14;  // has Metal 3.1, and so bfloat
 

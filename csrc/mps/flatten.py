@@ -168,7 +168,7 @@ class Shader:
     formats: list[int]
 
     def text(self, row: int) -> str:
-        """What the format in that row of formats.def needs."""
+        """The snippets that the format in that row of formats.def needs."""
         pairs = zip(self.snippets, self.formats, strict=True)
         return "".join(p.text for p, bits in pairs if bits >> row & 1)
 

@@ -109,7 +109,7 @@ Facts facts() {
   at::mps::MPSDevice* device = at::mps::MPSDevice::getInstance();
   uint32_t cores = 0;
   try {
-    cores = device->getCoreCount();  // of the I/O registry's AGXAccelerator
+    cores = device->getCoreCount();  // property of the I/O registry's AGXAccelerator
   } catch (const std::exception&) {  // then the table of chips has it
   }
   return facts_of(device->device(), cores);

@@ -111,7 +111,7 @@ class Pipelines {
   }
 
   Device device_;
-  std::mutex mutex_;  // of the maps, not of what is in them
+  std::mutex mutex_;  // guards the maps, not their values
   std::map<Key, Entry<Pipeline>> pipelines_;
   std::map<std::string, Entry<Library>> libraries_;
   std::mutex archive_mutex_;

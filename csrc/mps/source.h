@@ -13,7 +13,7 @@ struct Shader {
     int text;          // in kSnippets
     uint64_t formats;  // bit c: a kernel of the format of row c of formats.def, a Codec, needs it
   };
-  const char* name;  // of the file, without .metal
+  const char* name;  // name of the file, without .metal
   std::vector<Snippet> snippets;
 };
 extern const char* const kSnippets[];

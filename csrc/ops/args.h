@@ -41,7 +41,7 @@ MM_KIND(MaybeFloat, std::optional<double>, "float?")
 MM_KIND(Bool, bool, "bool")
 MM_KIND(MaybeDType, std::optional<at::ScalarType>, "ScalarType?")
 #undef MM_KIND
-struct Rows : Tensor {};    // of a product: under autocast in its dtype
+struct Rows : Tensor {};    // rows of a product: under autocast in its dtype
 struct Weight : Tensor {};  // packed: without a gradient
 struct WrittenA : Tensor {
   static constexpr char kText[] = "Tensor(a!)";
@@ -73,7 +73,7 @@ struct Nothing {
 struct Tensor {
   using Type = at::Tensor;
 };
-struct Decoded : Tensor {};  // of the argument dtype, or f32
+struct Decoded : Tensor {};  // in the argument dtype, or f32
 struct Bytes : Tensor {};    // uint8
 struct Two {
   using Type = std::tuple<at::Tensor, at::Tensor>;

@@ -37,7 +37,7 @@ struct Gpu {
   // machines whose vector kernels wait for instructions. Macs' wait for memory: 2.5 to 4 issue
   // cycles a weight of the 8 to 10 that memory leaves them.
   int64_t norm_weights_per_core = 0;
-  std::string row{};  // of the table, where the numbers are from: "m4-max"
+  std::string row{};  // row of the table that has the numbers: "m4-max"
   Accelerator accelerator = Accelerator::kNone;
   // Queries from which torch's attention takes kAttention, whatever tuning.def says; 0: as that
   // says.

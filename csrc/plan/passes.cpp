@@ -369,7 +369,7 @@ Pass main_pass(StrategyId strategy, const Problem& p, const Parts& parts, bool i
   epilogue = functions_of(p);
   if (is_split || (p.y_f32 && p.dtype != DType::kF32)) {
     epilogue |= kEpiloguePartial;
-    out.args.y_stride = p.n;  // of the workspace
+    out.args.y_stride = p.n;  // rows of the workspace
   } else {
     epilogue |= addends_of(p);
   }

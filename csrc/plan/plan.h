@@ -52,8 +52,8 @@ constexpr int64_t kPacked = -1;  // a stride: rows follow each other
 struct Problem {
   Op op = Op::kLinear;
   int64_t m = 1, n = 1, k = 1;
-  const Format* format = nullptr;  // of weight; not read without one
-  DType dtype = DType::kF16;       // of x, y, bias, c, the weight of a norm; of act_mul: y
+  const Format* format = nullptr;  // format of weight; not read without one
+  DType dtype = DType::kF16;       // x, y, bias, c, the weight of a norm; of act_mul: y
   // Distance of rows: elements of x, of x2 where it is not that of x, and of y (and c), bytes of
   // weights.
   int64_t x_stride = kPacked, x2_stride = kPacked, y_stride = kPacked;
@@ -62,17 +62,17 @@ struct Problem {
   // of rms_norm; both weights.
   int64_t x_alignment = 16, w_alignment = 16;
   bool has_bias = false, has_c = false;
-  bool bias_multiplies = false;  // of linear, before c is added
+  bool bias_multiplies = false;  // linear: before c is added
   // x of linear and of swiglu_up is normalised, by the vector strategies only; rms_norm and
   // add_rms_norm do nothing else.
   bool has_norm = false, has_norm_weight = false, has_gate = false;
   float eps = 0, offset = 0;
-  int64_t norm_rows = 1;  // of the weight of rms_norm, by turns for the rows of x
+  int64_t norm_rows = 1;  // rows of the weight of rms_norm, by turns for the rows of x
   Activation activation = Activation::kSilu;
 #define MM_SIZES(Struct, name, fields) Struct name;
 #include "sizes.def"
   float alpha = 1, beta = 0;  // c is not read when beta is 0
-  float softcap = 0;          // of linear: y is softcap tanh(y / softcap), 0: as it is
+  float softcap = 0;          // linear: y is softcap tanh(y / softcap), 0: as it is
   // linear and expert_tiles without bias, c, alpha and softcap: y is f32 [M, N], not rounded to
   // dtype.
   bool y_f32 = false;
@@ -123,7 +123,7 @@ const char* to_string(StrategyId s);
 const char* to_string(Op op);
 
 #define MM_NAME(value, name) #name,
-constexpr const char* kActivations[] = {MM_ACTIVATIONS(MM_NAME)};  // as Activation
+constexpr const char* kActivations[] = {MM_ACTIVATIONS(MM_NAME)};  // names by Activation
 #undef MM_NAME
 
 // Name to value. Throw std::invalid_argument that lists the names.

@@ -31,8 +31,8 @@ KernelArgs args_of(const Problem& p, int64_t values, int64_t gates, int64_t posi
 // The parts of a launch in which the ops differ.
 struct Launch {
   KernelArgs args;
-  uint32_t bits;          // of kConstantEpilogue
-  int64_t threads;        // of the grid
+  uint32_t bits;          // kConstantEpilogue
+  int64_t threads;        // threads of the grid
   int threadgroup_bytes;  // 0: none
 };
 

@@ -46,7 +46,7 @@ class Recorder {
 };
 
 constexpr const char* kName = "recorder";
-py::list* g_calls;  // of the last installation, as is the count of passes
+py::list* g_calls;  // calls of the last installation, as is the count of passes
 std::unique_ptr<Commits> g_commits;
 constexpr auto kBetweenPasses = std::chrono::microseconds(30);
 size_t g_blocks = 0;

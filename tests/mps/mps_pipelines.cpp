@@ -28,7 +28,7 @@ struct Script {
 
   std::mutex mutex;
   int archives = 0, compilations = 0, functions = 0, pipelines = 0;
-  std::string source;  // of the last compilation
+  std::string source;  // source of the last compilation
   void count(int& counter) {
     std::lock_guard<std::mutex> lock(mutex);
     ++counter;

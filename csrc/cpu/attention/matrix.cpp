@@ -72,7 +72,7 @@ struct Task {
   const Attention& a;
   const Head& head;
   Scratch& s;
-  int64_t first, rows;  // of [queries, heads of the group]
+  int64_t first, rows;  // rows of [queries, heads of the group]
 
   int64_t query(int64_t r) const { return (first + r) / a.group(); }
   int64_t query_head(int64_t r) const { return head.kv_head * a.group() + (first + r) % a.group(); }

@@ -45,7 +45,7 @@ class CacheRows {
   at::Tensor dense_;
   const Format& format_;
   int64_t last_, batch_stride_, head_stride_, row_bytes_;
-  Weight first_;  // of the first head of the first sequence
+  Weight first_;  // the first head of the first sequence
 };
 
 // Slots [first, last).
@@ -62,7 +62,7 @@ struct Span {
 
 struct Attention {
   int64_t batch, heads, kv_heads, queries, dim;
-  std::vector<int64_t> lengths;  // of each sequence
+  std::vector<int64_t> lengths;  // slots of each sequence
   std::vector<int64_t> pages;    // [B, slots / kPageSlots] of a cache in pages
   CacheRows keys, values;
   at::Tensor q;     // f32 [B, heads, S, D], dense, times the scale

@@ -81,7 +81,7 @@ at::Tensor products(const at::Tensor& x, const PackedWeight& w, const Groups& gr
   const int64_t n = w.rows.size(1);
   at::Tensor out = at::empty({groups.order.size(0), n}, x.options().dtype(at::kFloat));
   RowProducts single;
-  int64_t last_row = -1;  // of x, in `single`
+  int64_t last_row = -1;  // the row of x last put into `single`
   for (const Group& g : groups.of) {
     const int64_t count = g.last - g.first, row = elements<int64_t>(row_of)[g.first];
     if (count == 1 && !how.strategy && n != 0 && w.k != 0) {

@@ -134,7 +134,7 @@ class ChunkSum {
   }
 
   V lanes_[kM] = {};
-  float mins_[kM] = {};  // of blocks of one group
+  float mins_[kM] = {};  // sums of minima where a block is one group
 };
 
 #if defined(__AVX512F__)

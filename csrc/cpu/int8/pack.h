@@ -150,7 +150,7 @@ void round_row(const float* x, int64_t first_chunk, int64_t last_chunk, int offs
                const int8::RoundedRow& out) {
   constexpr int kGroups = kChunkValues / kSub, kFours = kSub / 4;
   constexpr int kLanes = kGemvBytes / 4;
-  constexpr int kSums = kSub * 4 > kGemvBytes * 4 ? kLanes : kChunkValues / 4;  // of a chunk
+  constexpr int kSums = kSub * 4 > kGemvBytes * 4 ? kLanes : kChunkValues / 4;  // sums of a chunk
   for (int64_t c = first_chunk; c < last_chunk; ++c) {
     int8_t* codes = out.codes + c * kParts * kChunkValues;
     const float scale = round_block<kParts>(x + c * kChunkValues, codes);

@@ -9,7 +9,7 @@
 namespace metalmm::cpu::quant {
 namespace {
 
-constexpr int kBlock = 256;  // of tq1_0 and tq2_0
+constexpr int kBlock = 256;  // values of a block of tq1_0 and tq2_0
 
 // q = 1 + x / d rounded to nearest, halves away from 0; returns d = max|x|.
 template <int kValues>

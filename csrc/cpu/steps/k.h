@@ -145,7 +145,7 @@ struct Steps<Q5_K> : SixBitStep<176> {
 template <>
 struct Steps<Q6_K> : BlockStep<210> {
   struct Step {
-    __m512i codes[4];  // of 6 bits in a byte, 64 values each
+    __m512i codes[4];  // 6 bits in a byte, 64 values each
     F scale;
   };
   static MM_INLINE void open(const uint8_t* row, int64_t step, Step& s) {

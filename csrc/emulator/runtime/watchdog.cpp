@@ -27,7 +27,7 @@ namespace {
 constexpr long kRetryNanoseconds = 20'000'000;
 constexpr int kRefused[] = {SIGSEGV, SIGBUS};
 
-struct sigaction g_before[2];  // of kRefused
+struct sigaction g_before[2];  // handlers of kRefused
 bool g_is_installed;
 pthread_mutex_t g_installing = PTHREAD_MUTEX_INITIALIZER;
 

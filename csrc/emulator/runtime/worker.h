@@ -56,7 +56,7 @@ struct SharedWrite {
   size_t bytes;  // 0: none
   uint8_t before[16];
   const void* pc;
-  Shadow was;  // of the first byte that another thread wrote
+  Shadow was;  // the first byte that another thread wrote
 };
 
 struct Lane {
@@ -87,7 +87,7 @@ struct Span {
 // The memory of a [[buffer(i)]] in a launch.
 struct Place {
   Span span;          // empty: it is not bound
-  bool is_argument;   // of the kernel; else it is reached by its address alone
+  bool is_argument;   // a kernel's; else reached by its address alone
   bool is_read_only;  // the kernel takes it as const
 };
 
@@ -101,8 +101,8 @@ struct Worker {
   Stack thread;     // the scheduler's stack
   Lane* current;    // null while the scheduler or a collective runs
   Lane lanes[kMaxThreads];
-  uint64_t turn;  // of its threadgroup in the order of the schedule
-  Other other;    // of the fault that is about to be reported
+  uint64_t turn;  // its threadgroup in the order of the schedule
+  Other other;    // the fault that is about to be reported
   uint32_t tg_threads[3], tg[3], n_threads, n_simdgroups;
   uint32_t pass_next, pass_end,
       pass_first;  // lanes of the simdgroup that runs, in the order of the schedule
@@ -111,7 +111,7 @@ struct Worker {
   uint32_t shadow_at[kMmMaxSlots];
   char* arena;
   Span locals;     // threadgroup variables declared in kernels: this thread's TLS of the library
-  Shadow* shadow;  // of `memory`, then of `locals`
+  Shadow* shadow;  // shadow of `memory`, then of `locals`
   size_t shadow_bytes;
 };
 
@@ -130,9 +130,9 @@ struct Launch {
   Place buffers[kMmMaxSlots];
   uint32_t moved;                // bit i: buffers[i] is a copy
   char* no_memory[kMmMaxSlots];  // placeholders for a [[threadgroup(i)]] of 0 bytes
-  char* windows;                 // of arguments, window_bytes each; null: none
+  char* windows;                 // arguments, window_bytes each; null: none
   uint64_t window_bytes;
-  Span code, runtime;  // of the library, and of the emulator in it
+  Span code, runtime;  // the library, and the emulator in it
   void (*time_out)(Worker& w, const char* pc);
 };
 

@@ -98,7 +98,7 @@ class Residency {
   Set set_;
   std::mutex mutex_;
   std::map<const void*, Weight> weights_;
-  std::map<Handle, int> counts_;  // of weights: those below a megabyte share a heap
+  std::map<Handle, int> counts_;  // weights of a heap: those below a megabyte share one
   Clock::time_point last_{};
   bool is_resident_ = false;
 };

@@ -44,7 +44,7 @@ enum MmConstantKind : uint32_t { EMULATOR_CONSTANT_KINDS(ENUMERATOR) };
 // and mm_constants.
 struct MmArgument {
   MmRole role;
-  uint32_t index;  // of [[buffer(i)]] and [[threadgroup(i)]]
+  uint32_t index;  // i of [[buffer(i)]] and [[threadgroup(i)]]
   bool is_read_only;
 };
 struct MmKernelEntry {
@@ -73,7 +73,7 @@ extern "C" {
 // divergent collective.
 void mm_collective(uint32_t scope, const char* kind, uint32_t flags, const char* file,
                    uint32_t line, MmCombine combine, void* in, void* out);
-uint32_t mm_lane();  // of the simdgroup
+uint32_t mm_lane();  // index in the simdgroup
 bool mm_constant_is_set(const void* storage);
 // The line that the reports of the next accesses name; null ends it.
 void mm_site(const char* file, uint32_t line);

@@ -6,7 +6,7 @@
 namespace metalmm {
 
 struct ExpertShape {
-  WeightShape weight;  // of an expert: n rows of k values
+  WeightShape weight;  // an expert's: n rows of k values
   c10::SymInt experts, tokens, choices;
 };
 ExpertShape check(const args::expert_linear& a);
@@ -32,7 +32,7 @@ struct RouteShape {
   c10::SymInt tokens, experts;
   std::optional<WeightShape> weight, shared_weight;
   bool is_sigmoid;
-  int64_t choices;  // of a token, the shared expert among them
+  int64_t choices;  // choices of a token, the shared expert among them
 };
 RouteShape check(const args::route& a);
 

@@ -18,7 +18,7 @@ GateUp halves_of(const at::Tensor& t, int64_t dim, bool interleaved) {
   if (interleaved) return {t.slice(dim, 0, std::nullopt, 2), t.slice(dim, 1, std::nullopt, 2)};
   const auto halves = t.chunk(2, dim);
   if (halves.size() == 2) return {halves[0], halves[1]};
-  return {t, t};  // of no rows
+  return {t, t};  // no rows
 }
 
 }  // namespace metalmm::composed
