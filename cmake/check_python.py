@@ -22,7 +22,7 @@ def oldest():
 
 
 def refusal(version, system, machine, path):
-    """What stops this Python, or "". Arguments: sys.version_info, platform.system(), .machine()."""
+    """The refusal of Python, or "". Arguments: sys.version_info, platform.system(), .machine()."""
     need = "Python " + ".".join(map(str, oldest())) + " or newer"
     if system == "Darwin":
         need += " for arm64"

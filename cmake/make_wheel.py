@@ -80,7 +80,7 @@ def not_found(folder: Path, torches: list[torch_wheels.Torch]) -> Iterator[str]:
 
 
 def problems(wheel: Path, torches: list[torch_wheels.Torch]) -> list[str]:
-    """What is wrong with a wheel."""
+    """The faults of a wheel."""
     size = wheel.stat().st_size
     with tempfile.TemporaryDirectory() as folder, zipfile.ZipFile(wheel) as archive:
         archive.extractall(folder)

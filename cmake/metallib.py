@@ -34,7 +34,7 @@ def shaders() -> list[Path]:
 
 
 def run(command: list[str]) -> str:
-    """What a command that failed said, "" if it did not fail. Its warnings are passed on."""
+    """The words of a command that failed, "" if it did not fail. Its warnings are passed on."""
     try:
         done = subprocess.run(command, stderr=subprocess.PIPE, text=True, check=False)
     except OSError as error:

@@ -1,4 +1,4 @@
-"""What the native code is compiled for, as CMakeLists.txt takes it: torch minors and Pythons.
+"""The targets of the native code, as CMakeLists.txt takes them: torch minors and Pythons.
 
 An installation from source has one of each, those of this interpreter; cmake/make_wheel.py makes
 wheels for several, and says so to setup.py by METALMM_TORCHES and METALMM_PYTHONS.
@@ -27,7 +27,7 @@ def python_target(suffix: str, include: str | Path) -> str:
 
 
 def torches() -> list[str]:
-    """Those of METALMM_TORCHES; else the installed one. ValueError: as minor_of()."""
+    """The torch minors of METALMM_TORCHES; else the installed one. ValueError: as minor_of()."""
     if given := os.environ.get("METALMM_TORCHES"):
         return given.split(";")
     import torch
@@ -36,7 +36,7 @@ def torches() -> list[str]:
 
 
 def pythons() -> list[str]:
-    """Those of METALMM_PYTHONS; else this one."""
+    """The Pythons of METALMM_PYTHONS; else this one."""
     if given := os.environ.get("METALMM_PYTHONS"):
         return given.split(";")
     suffix = sysconfig.get_config_var("EXT_SUFFIX")
