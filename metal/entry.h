@@ -46,7 +46,7 @@ METAL_FUNC bool has_norm() { return (fc_epilogue & kEpilogueNorm) != 0; }
 METAL_FUNC bool norm_has_weight() { return (fc_epilogue & kEpilogueNormWeight) != 0; }
 METAL_FUNC bool norm_has_offset() { return (fc_epilogue & kEpilogueNormOffset) != 0; }
 
-// Where a thread is: its threadgroup in the grid, its index there, its simdgroup and lane.
+// The place of a thread: its threadgroup in the grid, its index there, its simdgroup and lane.
 struct Position {
   uint3 tg;
   uint index, sg, lane;
@@ -59,7 +59,7 @@ struct Activations {
   device const T* norm;
 };
 
-// Where results go and what joins them on the way: y = alpha * acc + bias + beta * c.
+// The destination of results, and what joins them on the way: y = alpha * acc + bias + beta * c.
 template <class T>
 struct Result {
   device T* y;

@@ -13,7 +13,7 @@ namespace metalmm::cpu {
 // f32 of every f16. Filled when the library is loaded, by code for the baseline instruction set.
 extern const float* const half_table;
 
-// Where the planes of an affine row are; unused by the other formats.
+// The places of the planes of an affine row; unused by the other formats.
 struct RowLayout {
   int64_t scales_offset, biases_offset;
   int group_shift;  // log2 of the chunks that share a scale

@@ -45,7 +45,7 @@ void turn_heads(const HeadsFrom& h, const Turn& t, float* to);
 // The factors of a norm, f32 [K]; without a weight, none.
 std::vector<float> norm_factors(const OptionalTensor& weight, double offset);
 
-// Whether none of n values is NaN or infinite: what a quantizer takes.
+// Whether all n values are finite, as a quantizer requires.
 bool all_finite(const float* x, int64_t n);
 
 }  // namespace metalmm::cpu

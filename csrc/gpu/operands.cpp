@@ -78,7 +78,7 @@ void launch(const Engine& e, const Problem& p, const Operands& o,
     const at::Tensor& operand = o[static_cast<Slot>(slot)];
     if (operand.defined()) bind(slot, operand);
   }
-  // Where a plan has both, sums follow what is arranged.
+  // Sums follow what is arranged, where a plan has both.
   const size_t first = (made.plan.arranged_bytes + 255) / 256 * 256;
   const auto bytes = static_cast<int64_t>(first + made.plan.workspace_bytes);
   if (bytes) {

@@ -28,7 +28,7 @@ namespace metalmm::gpu {
 struct Engine {
   std::function<Gpu(c10::Device)> gpu;  // a device of this engine as plan() shall know it
   replay::Launcher launch;
-  // Where there is one: told of the memory of W before each plan that reads it.
+  // A function, or none, that is told of the memory of W before each plan that reads it.
   std::function<void(const c10::Storage&)> use_weight{};
 };
 

@@ -34,7 +34,7 @@ struct WeakWeight {
 // macOS 15 and newer. From any thread.
 void keep_resident(const void* buffer, const std::function<WeakWeight()>& weight);
 
-// Where the library built ahead of time lies: beside this module, whether it is there or not.
+// The path of the library built ahead of time: beside this module, whether it is there or not.
 std::string archive_path();
 
 }  // namespace metalmm::mps

@@ -51,7 +51,7 @@ class MetalSet {
   id<NSObject> set_;
 };
 
-// Where the library built ahead of time lies: beside this module, whether it is there or not.
+// The path of the library built ahead of time: beside this module, whether it is there or not.
 std::string archive_path();
 
 Facts facts_of(id<MTLDevice> device, uint32_t cores);

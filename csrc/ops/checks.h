@@ -79,7 +79,7 @@ DownShape check(const args::swiglu_linear& a);
 WeightShape check(const args::gemv& a);
 WeightShape check(const args::gemm& a);
 
-// Where in_features is not given, it is the one K whose rows have as many bytes. The padding of an
+// in_features, where not given, is the one K whose rows have as many bytes. The padding of an
 // affine row can leave several such K: then in_features must be given.
 WeightShape check(const args::dequantize& a);
 

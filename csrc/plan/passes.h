@@ -167,7 +167,7 @@ Pass reduce_pass(Problem problem, const Parts& parts);
 // Rows of x up to which gemv_batched was measured to be the faster: MM_BATCHED of tuning.def.
 std::optional<int64_t> measured_batched_max_m(const Problem& problem, const Gpu& gpu);
 
-// How many rows of x a pass of gemv_batched has, where the GPU wants fewer than it takes.
+// Sets the rows of x of a pass of gemv_batched, where the GPU wants fewer than it takes.
 void choose_batch(StrategyId strategy, const Problem& problem, const Gpu& gpu, Pass& pass);
 
 // Whether `main`, a pass of the strategy, takes x in an order that another pass writes; that pass,

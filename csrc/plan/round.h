@@ -5,7 +5,7 @@
 
 namespace metalmm {
 
-// How many ranges of `size` cover n, which is not negative.
+// The number of ranges of `size` that cover n, which is not negative.
 constexpr int64_t ceil_div(int64_t n, int64_t size) { return n / size + (n % size != 0); }
 
 // The least multiple that is not below n, which is not negative.

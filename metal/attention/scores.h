@@ -51,7 +51,7 @@ METAL_FUNC QueryRow query_row(constant KernelArgs& args, Position at, uint r) {
 METAL_FUNC uint rows_of_head(constant KernelArgs& args) {
   return args.heads / args.kv_heads * queries_of(args);
 }
-// Where the row is in q, in the partial results, and in y [sequence, query, head].
+// The place of the row in q, in the partial results, and in y [sequence, query, head].
 METAL_FUNC ulong row_of_q(constant KernelArgs& args, QueryRow row) {
   return (ulong(row.sequence) * args.heads + row.head) * args.positions + row.query;
 }
@@ -73,7 +73,7 @@ METAL_FUNC uint filled_slots(device const long* length, constant KernelArgs& arg
   return filled - min(filled, args.positions - 1 - first_query(args, at));
 }
 
-// Where the slots of a sequence lie among those of the cache.
+// The places of a sequence's slots among those of the cache.
 struct Slots {
   device const long* pages;  // pages of the sequence, made ones that the cache has
   uint count;                // pages of the cache
@@ -183,7 +183,7 @@ struct Partials {
   }
 };
 
-// Where row `row` has its fc_k results, or the sums of a part.
+// The place of the fc_k results of row `row`, or of the sums of a part.
 template <class T>
 struct AttentionResult {
   device T* y;

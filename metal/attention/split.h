@@ -103,7 +103,7 @@ struct AttentionSplitOf {
     return query_row(args, at, min(r, rows_of_head(args) - 1));
   }
 
-  // Where the lane's slots of a step lie in pages.
+  // The places in pages of the lane's slots of a step.
   struct Places {
     uint at[kSlots];
   };

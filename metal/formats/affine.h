@@ -54,7 +54,7 @@ struct AffinePlanes {
   static METAL_FUNC uint parameter_bytes(uint units) {
     return group_of(units) * (ScaleType(fc_scale_type) == ScaleType::kF32 ? 4 : 2);
   }
-  // Where the scale of a unit is.
+  // The place of the scale of a unit.
   static METAL_FUNC device const uchar* scale_of(Row row, uint unit) {
     return row + fc_k / 8 * bits + parameter_bytes(unit);
   }

@@ -1,4 +1,4 @@
-// Where the blocks of a row are, and loads of blocks whose widest field has 2 bytes.
+// The places of the blocks of a row, and loads of blocks whose widest field has 2 bytes.
 #pragma once
 
 #include "format.h"

@@ -11,7 +11,7 @@
 
 namespace metalmm {
 
-// Where run i of x begins.
+// The place where run i of x begins.
 struct Run {
   uint m, k;
 };

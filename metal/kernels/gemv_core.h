@@ -178,10 +178,10 @@ METAL_FUNC void add_tail(thread const Rows<Format, kRows> (&sets)[kSets], typena
   }
 }
 
-// How many rows a lane loads before it waits. An Apple GPU holds the more simdgroups, the fewer
-// half registers one takes: with pieces of 32 values q5_k takes 128 for one row at a time (832
-// threads a core), 184 for four (576); 832 threads have 15 KB of q4_k on their way, 12 GB/s of a
-// core for a latency of 1.2 us. MM_ALL_ROWS_AT_ONCE, a target of the stand-in: one wait for each
+// The number of rows that a lane loads before it waits. An Apple GPU holds the more simdgroups, the
+// fewer half registers one takes: with pieces of 32 values q5_k takes 128 for one row at a time
+// (832 threads a core), 184 for four (576); 832 threads have 15 KB of q4_k on their way, 12 GB/s of
+// a core for a latency of 1.2 us. MM_ALL_ROWS_AT_ONCE, a target of the stand-in: one wait for each
 // step.
 template <class Format, int rows>
 struct RowsAtOnce {

@@ -15,7 +15,7 @@ namespace metalmm {
 struct Arranged {
   MM_CONST int kRun = 8, kRowsOfLane = 2;
 
-  // Where a run is in x: a row of 8, and the value of a step with which it begins.
+  // The place of a run in x: a row of 8, and the value of a step with which it begins.
   struct Place {
     uint row, k;
   };

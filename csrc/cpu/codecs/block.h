@@ -19,8 +19,8 @@ namespace metalmm::cpu::MM_ISA {
 
 constexpr int kVectors = kChunkValues / kWidth;
 
-// How far ahead of a block its row is fetched. Zen 5, two threads, cold 4096 x 4096, of ggml's
-// time: q4_0 1.07 with 512 bytes, 0.99 with 2048, with int8 activations 1.04 and 0.99.
+// Bytes ahead of a block at which its row is fetched. Zen 5, two threads, cold 4096 x 4096, of
+// ggml's time: q4_0 1.07 with 512 bytes, 0.99 with 2048, with int8 activations 1.04 and 0.99.
 constexpr int kPrefetchBytes = 2048;
 
 template <int kValues, int kBytes>

@@ -56,7 +56,7 @@ void scatter(const at::Tensor& rows, const Groups& groups, const Group& g, at::T
   });
 }
 
-// How rows of x are multiplied.
+// The way in which rows of x are multiplied.
 struct How {
   at::ScalarType x_dtype;
   std::optional<Strategy> strategy;

@@ -16,7 +16,7 @@ constexpr int kStepFloats = Steps<Codec>::kValues + (Steps<Codec>::kOffset ? kWi
 // Rows of W per pass. Zen 4, q4_k, M = 4: three rows 0.80 ms, two 0.83.
 constexpr int step_rows(int m) { return m == 1 ? 4 : 3; }
 
-// How far ahead of a step its row is fetched.
+// The distance ahead of a step at which its row is fetched.
 constexpr int kStepPrefetchBytes = 1024;
 
 // Owner: one thread; kRows rows of W at a time against all kM rows of x.

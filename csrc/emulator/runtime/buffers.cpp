@@ -1,4 +1,4 @@
-// Where the arguments of a launch lie.
+// The places of the arguments of a launch.
 //
 // A checked library runs on copies of its buffers, each in a window of addresses of its own: an
 // access beyond one meets no other, however close the caller's memory lies. An argument without

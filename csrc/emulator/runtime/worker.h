@@ -159,9 +159,9 @@ bool name_argument(const Launch& launch, const char* p, char* text, size_t n);
 
 Worker* this_worker();
 bool descending(const Worker& w);
-// Whether its threadgroup ends here: a fault was in it, or in one whose turn is earlier. Later
-// turns than a faulty one end at once; earlier ones run on, up to the time limit of the launch, so
-// that the fault it reports does not depend on the speed of its workers.
+// Whether a worker's threadgroup ends here: a fault was in it, or in one whose turn is earlier.
+// Later turns than a faulty one end at once; earlier ones run on, up to the time limit of the
+// launch, so that the fault it reports does not depend on the speed of its workers.
 bool stopped(const Worker& w);
 
 // Reports a fault of the current lane and never returns to it; the fault of the earliest turn is

@@ -6,7 +6,7 @@
 namespace metal {
 namespace emulator {
 
-// Where lane `lane` keeps its two elements: row, and the column of the first.
+// The place of the two elements of lane `lane`: row, and the column of the first.
 METAL_FUNC constexpr uint matrix_row(uint lane) { return lane / 2 % 4 + lane / 16 * 4; }
 METAL_FUNC constexpr uint matrix_column(uint lane) { return lane % 2 * 2 + lane / 8 % 2 * 4; }
 
