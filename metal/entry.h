@@ -9,7 +9,7 @@
 #include "geometry.h"
 
 // a * b + c rounds twice. Safe math lets a compiler contract within a statement, and nothing but
-// the text tells the compiler of the driver not to: MTLCompileOptions has no such property. Its
+// the text tells the compiler of the driver not to: MTLCompileOptions has no such property. Metal's
 // pragmas are of Metal 3.2, and in macOS 14 they may be unknown; STDC is clang's own, of every
 // version.
 #pragma METAL fp math_mode(safe)

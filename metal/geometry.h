@@ -228,7 +228,7 @@ struct CausalConvGeometry {
 MM_CONST int kMaxHeadValues = 256;
 MM_CONST int kHeadStep = 16;  // a head is a whole number of so many values
 
-// Slots of a part. Its size follows from what is seen alone: results do not depend on how large the
+// Slots of a part. The size follows from what is seen alone: results do not depend on how large the
 // cache is, nor on other sequences. At most kMaxParts parts.
 MM_CONST int kMinPartSlots = 64, kMaxParts = 64;
 template <class Int>

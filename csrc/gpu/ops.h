@@ -1,5 +1,5 @@
 // The ops of an engine that executes plans: arguments are checked, a Problem planned, its operands
-// bound to slots. What remains for an engine is launch(Plan, Buffers).
+// bound to slots. An engine adds launch(Plan, Buffers).
 //
 // An engine is added in one file, which defines a function that returns its Engine and registers
 // the ops for the dispatch key of its tensors (register.h):

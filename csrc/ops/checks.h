@@ -96,7 +96,7 @@ Shape check(const args::rope_tables& a);
 Op check(const args::probe& a);
 
 // Whether each id is in range: for ids on the CPU only, elsewhere it would wait for the device.
-// What there are `count` of, and in what, is for the message.
+// `what` and `in`, the things counted and their place, are for the message.
 void check_ids(const at::Tensor& ids, int64_t count, const char* in = "the table",
                const char* what = "rows", const char* name = "ids");
 

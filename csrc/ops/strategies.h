@@ -36,7 +36,7 @@ Activations check_activations(OptionalName name, const at::Tensor& x);
 // The strategy of plan() of that name. ValueError that lists those of a linear layer.
 std::optional<StrategyId> find_strategy(OptionalName name, const at::Tensor& x);
 
-// find_strategy() and check_strategy() for `op`, products of experts in tiles or not.
+// find_strategy() and check_strategy() for products of experts, by `op` or in tiles.
 std::optional<StrategyId> find_expert_strategy(OptionalName name, const at::Tensor& x, Op op);
 void check_expert_strategy(OptionalName name, const at::Tensor& x, Activations activations, Op op);
 

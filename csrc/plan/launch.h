@@ -33,8 +33,8 @@ struct SdpaPanels {
 
 struct Plan {
   std::vector<Pass> passes;  // in order; each sees what the one before wrote
-  // The pass that computes. What is before it puts x in an order of its own, in scratch of so many
-  // bytes bound to kSlotY2; what is behind it joins what it left.
+  // The pass that computes. A pass before it puts x in an order of its own, in scratch of so many
+  // bytes bound to kSlotY2; a pass behind it joins its results.
   size_t main = 0, arranged_bytes = 0;
   // Torch's matmul multiplies (dense): each of the first `panels` passes decodes the next
   // panel_rows rows of W, the last one perhaps fewer, to a panel [rows, K] bound to its kSlotY, and

@@ -209,7 +209,7 @@ bool sdpa_pays(const Problem& problem, const Gpu& gpu, Reason why = Reason(nullp
 bool has_sdpa(const Problem& problem);
 // Throws std::invalid_argument: what it has not.
 void check_sdpa(const Problem& problem);
-// The panels that torch's op takes. Of the problem's format is_readable() alone is asked.
+// The panels that torch's op takes. The function asks is_readable() alone of the problem's format.
 SdpaPanels sdpa_panels(const Problem& problem);
 
 // Throws std::invalid_argument: v does not fit 32 bits.

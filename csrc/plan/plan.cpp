@@ -75,8 +75,8 @@ const Split* split_of(StrategyId strategy) {
 
 // ---- the choice
 
-// A step of gemv_batched reads M x a piece of x for batched_rows() pieces of W. What it may read is
-// what the table allows where those are kRows.
+// A step of gemv_batched reads M x a piece of x for batched_rows() pieces of W. It may read as much
+// as the table allows where those are kRows.
 int64_t batched_max_m(const Problem& p, const Gpu& gpu) {
   const Tuning& t = tuning_of(gpu);
   if (const auto most = measured_batched_max_m(p, gpu)) return *most;

@@ -15,9 +15,9 @@ struct AttentionJoin {
   using G = AttentionJoinGeometry;
 
   // The total of all parts, in every lane of every simdgroup; `factors` of the parts, written by
-  // the first simdgroup; `count`: parts up to the last one with a score. What is behind is not
-  // read: the cache may be mostly empty. A part before it without a score is added with weight 0,
-  // as its slots are where there is one part.
+  // the first simdgroup; `count`: parts up to the last one with a score. Parts behind are not read:
+  // the cache may be mostly empty. A part before it without a score is added with weight 0, as its
+  // slots are where there is one part.
   static METAL_FUNC Total join_totals(Partials p, ulong row, threadgroup float* factors,
                                       thread uint& count, Position at) {
     float top = -INFINITY;

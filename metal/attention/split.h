@@ -56,7 +56,7 @@ struct AttentionSplitOf {
     bool owns;  // 6 of the 16 lanes for a head of 80 values do not
   };
 
-  // Lanes of a slot: a power of two. Of the 16 scores of a step 8 lanes finish two each.
+  // Lanes of a slot: a power of two. 8 lanes finish two each of the 16 scores of a step.
   static METAL_FUNC uint lanes_of_slot() { return fc_k > 128 ? 32 : fc_k > 64 ? 16 : 8; }
   static METAL_FUNC bool has_two() { return lanes_of_slot() == 8; }
 

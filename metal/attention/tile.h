@@ -29,7 +29,7 @@ struct AttentionTile {
   MM_CONST int kStride = G::kStep + kOperandPad, kLoaders = G::kStep / kHeadStep;
   MM_CONST int kColumns = G::kSlots / kFragment, kMostSums = kMaxHeadValues / kFragment;
 
-  // The rows of q of a threadgroup. Of a simdgroup's 8 x 8 scores a lane has two of one row.
+  // The rows of q of a threadgroup. A lane has two of a simdgroup's 8 x 8 scores, of one row.
   struct Rows {
     uint first, count;  // rows of the threadgroup, among those of the head of keys
     Scores scores;      // scores of the lane's row

@@ -213,7 +213,7 @@ struct Q5_1 {
 };
 
 // d * code, int8 codes. A lane reads its 16 as a window of 18 bytes: four loads instead of
-// ten. Those of 2 bytes fill the L1 of an H200, 87 %, where memory is at 73 %.
+// ten. Loads of 2 bytes fill the L1 of an H200, 87 %, where memory is at 73 %.
 struct Q8_0 {
   using Storage = LaneBlocks<32, 34, LaneOfCodes<0, 16>, true>;
   using Pieces = PieceLayout<2, 16, 16, 16>;

@@ -114,7 +114,7 @@ struct Q4_K {
     raw.scales = WeaveScales::fetch(Storage::part(c, 0, piece), Storage::part(c, 1, piece));
   }
   // Two bytes at once, as halves: a high nibble in the upper half of the mantissa is 1024 + 16
-  // code. Its bias, 64 codes, stays until the end of the run, where the sum of x takes it away.
+  // code. The bias, 64 codes, stays until the end of the run, where the sum of x takes it away.
   static METAL_FUNC void two_bytes(uint word, thread float* low, thread float* high) {
     const uint opened = open_pair(word);
     const half2 l = pair<4, 0>(opened) - 1024.0h, h = pair<4, 4>(opened);

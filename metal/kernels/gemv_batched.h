@@ -35,7 +35,7 @@ struct GemvBatch {
   // Whether pieces of so many rows of x stay in registers while all rows of W are decoded one by
   // one: x is loaded, and summed for offsets, half as often as where two rows of W are decoded
   // before x. M1, M = 2: affine4 4.16 to 3.51 cycles a weight, q4_k 5.14 to 4.44; H200, 14336 x
-  // 4096: 27.3 to 19.3, 28.2 to 23.2 us. Of more rows pieces of 32 values are over the registers.
+  // 4096: 27.3 to 19.3, 28.2 to 23.2 us. Pieces of 32 values of more rows are over the registers.
   static METAL_FUNC bool keeps_x() { return kRows < kAll && fc_batch == uint(kKeptRows); }
 
   // `count` rows of x, one after the other: their addresses in a chain, in the registers of one.

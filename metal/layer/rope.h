@@ -1,7 +1,7 @@
 // The heads of q, k and v out of a merged projection, rotated by their positions.
 //
 // Row m of x, a position of a sequence, has the heads of q, of k and, where x2 has none, of v, fc_k
-// values each. Those of q and of k are normalised where they have a weight, each head or all heads
+// values each. Heads of q and of k are normalised where they have a weight, each head or all heads
 // as one row, and those of v where asked, without a weight; then pairs (i, j) of the first
 // `rotated` values of a head of q or k become
 //     y[i] = x[i] cos[i] - x[j] sin[i],   y[j] = x[j] cos[j] + x[i] sin[j]

@@ -1,5 +1,5 @@
 // A heap for one process, preloaded: from guard_heap() on, tensors and other memory of a given
-// alignment end at a page that traps. Their bytes are NaN until they are written.
+// alignment end at a page that traps. Bytes are NaN until they are written.
 #include <sys/mman.h>
 #include <unistd.h>
 

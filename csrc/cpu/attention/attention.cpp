@@ -20,8 +20,8 @@ at::Tensor decoded(const at::Tensor& rows, const Format& format, int64_t dim) {
 }
 
 // Ours: of 512 queries torch's flash attention takes 1.6 times as long in f32, 2.2 in bf16
-// (bench/results.md). Of 17 to 64 queries of as few slots and as many heads of keys as of q torch's
-// takes 0.6 to 0.7 of the time, which is less than a millisecond.
+// (bench/results.md). Torch's takes 0.6 to 0.7 of the time for 17 to 64 queries of as few slots and
+// as many heads of keys as of q, which is less than a millisecond.
 AttentionWay choose_way(int64_t queries) {
   return queries <= kSplitQueries ? AttentionWay::kSplit : AttentionWay::kTile;
 }

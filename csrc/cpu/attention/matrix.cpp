@@ -23,8 +23,8 @@ constexpr int64_t kMostFloats = 1 << 23;  // decoded at a time: 32 MB, or one he
 struct Head {
   int64_t b, kv_head;
   Span span;  // begins at a multiple of kChunk
-  // [slots / width][dim][width] and [dim / width][slots][width]. What is beyond the slots or the
-  // values of a row is not set, and no result has any of it.
+  // [slots / width][dim][width] and [dim / width][slots][width]. Elements beyond the slots or the
+  // values of a row are not set, and no result has any of them.
   Lines<float> keys, values;
 
   Head(const Attention& a, int64_t index, int64_t width)

@@ -18,8 +18,8 @@ struct Grouped {
   static MM_INLINE const float* scales(const Block& k) { return k.scale; }
 };
 
-// Bits `mask` of every byte after a shift to the left, or to the right where it is negative. Of
-// words, whose bits beyond their byte the mask takes away: bytes would be masked twice.
+// Bits `mask` of every byte after a shift to the left, or to the right where it is negative. Words
+// are shifted, whose bits beyond their byte the mask takes away: bytes would be masked twice.
 MM_INLINE Bytes field(Bytes v, int left, uint8_t mask) {
 #if defined(MM_NEON)
   return (left > 0 ? v << left : v >> -left) & mask;

@@ -10,8 +10,8 @@ namespace {
 
 constexpr int kBlock = 64;
 
-// Nearest e4m3 of a magnitude, ties to even, at most 448. Its codes are numbered through, and in
-// the place of the mantissa of f32 less the difference of the exponents' biases.
+// Nearest e4m3 of a magnitude, ties to even, at most 448. Codes of e4m3 are numbered through, and
+// in the place of the mantissa of f32 less the difference of the exponents' biases.
 uint8_t e4m3_of(float size) {
   constexpr uint32_t kRebias = (127 - 7) << 3;
   size = size < 448 ? size : 448;

@@ -3,8 +3,8 @@
 //
 // f16 keeps its subnormals: x86-64 computes with halves in f32, where they are normal numbers, and
 // its conversions ignore the mode for f16; aarch64 has a bit of its own for f16, which is cleared.
-// bf16 is computed in f32 too, and rounding.cpp asks the processor before it rounds. What only
-// moves or widens bits (a load, a store, as_type, bf16 to f32) keeps them.
+// bf16 is computed in f32 too, and rounding.cpp asks the processor before it rounds. Operations
+// that only move or widen bits (a load, a store, as_type, bf16 to f32) keep subnormals.
 #pragma once
 
 #include <cstdint>

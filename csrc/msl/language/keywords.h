@@ -45,9 +45,9 @@
 #define __HAVE_SIMDGROUP_MATRIX__ 1
 #define __HAVE_SIMDGROUP_REDUCTION__ 1
 
-// A function constant has no value when its file is compiled. Its storage is a variable that the
-// launcher sets: mm_fc_<the text between the parentheses>, defined before the file is included
-// (torch_metalmm/testing.py). In PTX and SPIR-V it is a symbol of that name, which
+// A function constant has no value when its file is compiled. The constant's storage is a variable
+// that the launcher sets: mm_fc_<the text between the parentheses>, defined before the file is
+// included (torch_metalmm/testing.py). In PTX and SPIR-V it is a symbol of that name, which
 // torch_metalmm/msl/ptx.py and spirv.py remove.
 #if defined(__NVPTX__) || defined(__SPIRV__)
 #define function_constant(index) clang::loader_uninitialized, gnu::weakref("mm_fc_" #index)

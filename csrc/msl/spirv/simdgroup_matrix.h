@@ -1,7 +1,7 @@
 // <metal_simdgroup_matrix> for counting instructions, not for results: a lane loads and stores what
 // a lane of an Apple GPU does (two neighbours at once, or two values that lie apart), and a product
-// of two matrices is one place in the code: counted::product() of the target. That of SPIR-V is two
-// multiply-adds, for no compiler but Apple's has an instruction for the product.
+// of two matrices is one place in the code: counted::product() of the target. The product of SPIR-V
+// is two multiply-adds, for no compiler but Apple's has an instruction for the product.
 // bench/shaders/counted_matrix.h has another for PTX.
 #pragma once
 

@@ -37,7 +37,7 @@ int64_t extent(const Steps* first, const Steps* last) {
 }
 
 // Whether `bytes` is a sum of the steps, each taken at most `last` times. Large steps come first.
-// Of the strides of views few counts are possible for each; a search that is long says yes.
+// Few counts are possible for each stride of a view; a search that is long says yes.
 bool reaches(int64_t bytes, const Steps* first, const Steps* last, int& budget) {
   if (first == last) return bytes == 0;
   if (--budget < 0) return true;
