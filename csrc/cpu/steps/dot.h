@@ -1,4 +1,4 @@
-// The dot kernels of formats with steps: included by isa.cpp. What a step is: step.h.
+// The dot kernels of formats with steps (step.h): included by isa.cpp.
 #pragma once
 
 #include "affine.h"
