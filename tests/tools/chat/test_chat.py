@@ -18,7 +18,7 @@ from terminal import Terminal
 
 from torch_metalmm import load_gguf
 from torch_metalmm.tools import generate
-from torch_metalmm.tools.chat import saved, screen
+from torch_metalmm.tools.chat import reader, saved, screen
 from torch_metalmm.tools.cli import main
 
 pytest.importorskip("prompt_toolkit")
@@ -190,54 +190,37 @@ def typed(terminal: Terminal, text: str, wanted: str) -> str:
     return terminal.text[before : found.end()]
 
 
-def test_on_a_terminal(tmp_path: Path) -> None:
-    """Typed, stopped by Ctrl-C, of several lines, left by Ctrl-D; then answers into a file.
+def test_answers_into_a_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nothing else is there: prompt and notes are on the terminal, what was typed in an earlier
+    chat is recalled, pasted text and lines come as they are, Ctrl-D leaves.
 
-    Nothing else is there: prompt and notes are on the terminal, what was typed in the chat before
-    is recalled, pasted text comes as it is.
+    A chat that is all on a terminal, and Ctrl-C in an answer: tests/site/test_transcripts.py.
     """
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path))
+    reader._history().store_string("typed before")
+    assert (tmp_path / "metalmm" / "chat_history").stat().st_mode & 0o077 == 0
     env = os.environ | {"PYTHONPATH": os.pathsep.join([str(ROOT), *sys.path])}
-    env["XDG_STATE_HOME"] = str(tmp_path)
-    command = [sys.executable, "-m", "torch_metalmm", "chat", "-t", "1", "--no-fuse", "-n"]
+    into = ["/bin/sh", "-c", 'out=$1; shift; exec "$@" > "$out"', "sh", str(tmp_path / "out")]
+    command = [sys.executable, "-m", "torch_metalmm", "chat", "-t", "1", "--no-fuse", "-n", "10"]
     file = tmp_path / "chat.json"
-    with Terminal([*command, "400"], env) as terminal:
+    pasted = "    #define A \\\n        1\n\\\n    b"
+    with Terminal([*into, *command], env) as terminal:
         terminal.expect(r"loaded in .*8192 tokens of context.*\n>")
         before = len(terminal.text)
-        # Of 214 tokens; behind a text that repeats itself, every later answer would, to its limit.
-        terminal.type("Why is the sky blue?\r")
-        terminal.expect("Rayleigh", before)
-        terminal.type("\x03")
-        terminal.expect(r"stopped · prompt \d+ tokens.*\n>", before)
-        after = typed(terminal, "What is the capital of France?\r", "tokens/s")
-        assert re.search(r"prompt \d+ tokens \(\d+ kept\)", after)
-        assert "Ctrl-D or /exit leaves" in typed(terminal, "half a line\x03", "leaves")
-        assert "/save FILE" in typed(terminal, "/help\r", "at once")
-        typed(terminal, '"""\rWhat is the capital\rof Italy?\r"""\r', "tokens/s")
-        typed(terminal, "What is the capital\x1b\rof Spain?\r", "tokens/s")
-        typed(terminal, f"/save {file}\r", "8 messages")
-        users = [m["content"] for m in saved.load(file) if m["role"] == "user"]
-        where = (" of France?", "\nof Italy?", "\nof Spain?")
-        assert users[1:] == [f"What is the capital{place}" for place in where]
-        terminal.type("\x04")
-        assert terminal.wait() == 0
-    history = tmp_path / "metalmm" / "chat_history"
-    assert history.stat().st_mode & 0o077 == 0
-
-    into = ["/bin/sh", "-c", 'out=$1; shift; exec "$@" > "$out"', "sh", str(tmp_path / "out")]
-    pasted = "    #define A \\\n        1\n\\\n    b"
-    with Terminal([*into, *command, "10"], env) as terminal:
-        terminal.expect(r"loaded in .*\n>")
-        before = len(terminal.text)
         terminal.type("\x1b[A")  # the arrow up
-        terminal.expect(r"/save ", before)
-        terminal.type("\x03")
+        terminal.expect("typed before", before)
+        assert "Ctrl-D or /exit leaves" in typed(terminal, "\x03", "leaves")
+        assert "/save FILE" in typed(terminal, "/help\r", "at once")
         typed(terminal, f"\x1b[200~{pasted}\x1b[201~\r", "tokens/s")
         typed(terminal, "What is the capital \\\rof France?\r", "tokens/s")
-        typed(terminal, f"/save {file}\r", "4 messages")
+        after = typed(terminal, "What is the capital\x1b\rof Spain?\r", "tokens/s")
+        assert re.search(r"prompt \d+ tokens \(\d+ kept\)", after)
+        typed(terminal, f"/save {file}\r", "6 messages")
         terminal.type("\x04")
         assert terminal.wait() == 0
     messages = saved.load(file)
-    assert messages[0]["content"] == pasted
-    assert messages[2]["content"] == "What is the capital \nof France?"
+    users = [m["content"] for m in messages if m["role"] == "user"]
+    lines = [f"What is the capital{place}" for place in (" \nof France?", "\nof Spain?")]
+    assert users == [pasted, *lines]
     answers = [m["content"] for m in messages if m["role"] == "assistant"]
     assert "Paris" in answers[1] and (tmp_path / "out").read_text() == "\n".join([*answers, ""])
