@@ -16,7 +16,8 @@ from shaders import NAMES, SLOTS, alignment_of, args_of
 from torch import Tensor
 
 from torch_metalmm import _C, formats
-from torch_metalmm.msl.build import preprocess, unmark
+from torch_metalmm.msl.build import preprocess
+from torch_metalmm.msl.markers import unmark
 from torch_metalmm.msl.source import Reader
 
 pytestmark = pytest.mark.covering

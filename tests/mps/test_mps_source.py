@@ -16,8 +16,9 @@ from shaders import SLOTS, args_of
 
 from torch_metalmm import _C, formats
 from torch_metalmm.msl import ptx
-from torch_metalmm.msl.build import LANGUAGE, preprocess, unmark, zig
+from torch_metalmm.msl.build import LANGUAGE, preprocess, zig
 from torch_metalmm.msl.kernels import alone
+from torch_metalmm.msl.markers import unmark
 from torch_metalmm.msl.source import Reader, Source
 from torch_metalmm.testing import MetalSource
 

@@ -51,9 +51,7 @@ def test_headers_that_a_checkout_writes_anew(
     monkeypatch.setattr(msl_build, "INCLUDE", include)
     monkeypatch.setattr(msl_build, "CACHE", tmp_path / "build")
     for n in (1, 2):
-        monkeypatch.setattr(
-            msl_build, "_parsed_headers", functools.cache(msl_build._parsed_headers.__wrapped__)
-        )
+        monkeypatch.setattr(msl_build, "_parsed", functools.cache(msl_build._parsed.__wrapped__))
         (tmp_path / "value.h").write_text(f"#define VALUE {n}\n")
         assert value(tmp_path) == n
         for header in include.rglob("*"):

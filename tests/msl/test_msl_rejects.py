@@ -8,7 +8,8 @@ from functools import cache
 import pytest
 from places import ROOT
 
-from torch_metalmm.msl.build import METAL_VERSION, preprocess, unmark
+from torch_metalmm.msl.build import METAL_VERSION, preprocess
+from torch_metalmm.msl.markers import unmark
 from torch_metalmm.msl.rules import violations
 from torch_metalmm.testing import MetalSource, MetalSyntaxError
 

@@ -18,11 +18,13 @@ import subprocess
 import tempfile
 from collections.abc import Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
 from .kernels import METAL, Shader
+from .markers import mark, unmark
 from .repair import edits_of_errors
 from .rules import check_rules
-from .source import Kernel, MetalSyntaxError, Reader, Source
+from .source import Constant, Kernel, MetalSyntaxError, Reader, Source
 from .tables import headers, prefix, tables
 from .translate import apply, visible_edits
 
@@ -152,40 +154,6 @@ def preprocess(text: str, name: str, include: Sequence[Path], version: int = MET
     return done.stdout
 
 
-_MARKER = re.compile(r'#(?:line)? (\d+) "((?:[^"\\]|\\.)*)"')
-# How far a loop is unrolled changes no result, and a macro that is expanded by then may say it.
-_PRAGMA = re.compile(r"#\s*pragma (?!unroll|nounroll|clang loop)")
-
-
-def unmark(text: str, name: str) -> tuple[str, list[tuple[str, int]]]:
-    """`text` with empty lines for its line markers, and (file, line) of each line."""
-    lines, places = [], []
-    file, number = name, 1
-    for line in text.split("\n"):
-        marker = _MARKER.match(line)
-        if marker:
-            file, number = marker[2], int(marker[1])
-            lines.append("")
-            places.append((file, number))
-            continue
-        lines.append("" if line.startswith("#") and not _PRAGMA.match(line) else line)
-        places.append((file, number))
-        number += 1
-    return "\n".join(lines), places
-
-
-def mark(text: str, places: list[tuple[str, int]]) -> str:
-    """`text` with line markers that name `places`."""
-    out = []
-    expected: tuple[str, int] | None = None
-    for line, place in zip(text.split("\n"), places, strict=True):
-        if place != expected:
-            out.append(f'# {place[1]} "{place[0]}"')
-        out.append(line)
-        expected = (place[0], place[1] + 1)
-    return "\n".join(out)
-
-
 def translate(
     text: str, name: str, include: Sequence[Path], version: int = METAL_VERSION
 ) -> tuple[str, Source]:
@@ -239,7 +207,7 @@ def _syntax_errors(file: Path) -> str:
         "-Wno-everything",
     ]
     options += ["-Werror=vla-cxx-extension"]
-    parsed = _parsed_headers(True, *LANGUAGE, *_machine())
+    parsed = _parsed(headers(translated=True), *LANGUAGE, *_machine())
     constants = ["-include", str(file.parent / "prefix.h")]
     done = zig("clang", *LANGUAGE, *_machine(), *parsed, *options, *constants, str(file))
     return done.stderr if done.returncode else ""
@@ -266,17 +234,18 @@ _FRAME = re.compile(r"^(.*): error: stack frame size \((\d+)\) exceeds", re.MULT
 
 
 @functools.cache
-def _parsed_headers(translated: bool, *options: str) -> list[str]:
-    """Options of clang by which it reads headers() as they were parsed once: 0.2 s of the 0.7 to 2
-    that a shader takes."""
+def _parsed(opening: str, *options: str) -> list[str]:
+    """Options of clang by which it has read an opening, which was parsed once: the stand-in's
+    headers are 0.2 s of a compilation, those of metal/ 0.05 of the 0.2 that are left."""
     # Whether clang has read a header that says `#pragma once` it knows by the header's time.
-    times = [str(p.stat().st_mtime_ns) for p in sorted(INCLUDE.rglob("*")) if p.is_file()]
-    key = digest(str(ROOT), _tool_digest(), headers(translated), *options, *times)
+    files = sorted(p for folder in (INCLUDE, METAL) for p in folder.rglob("*") if p.is_file())
+    times = [str(p.stat().st_mtime_ns) for p in files]
+    key = digest(str(ROOT), _tree_digest(), opening, *options, *times)
     file = CACHE / f"headers-{key}" / "headers.pch"
     with _missing(file) as missing:
         if missing:
             text, part = file.with_suffix(".h"), file.with_suffix(".part")
-            text.write_text(headers(translated))
+            text.write_text(opening)
             made = ["-x", "c++-header", str(text), "-o", str(part)]
             done = zig("clang", *options, *_BY_CONTENT, *made)
             if done.returncode:
@@ -285,12 +254,18 @@ def _parsed_headers(translated: bool, *options: str) -> list[str]:
     return ["-include-pch", str(file), *_BY_CONTENT]
 
 
-def _compile(folder: Path, text: str, checked: bool, more: Sequence[str]) -> Path:
-    """Compiles translated `text` into folder/shader.o."""
+def _compile(
+    folder: Path,
+    text: str,
+    checked: bool,
+    more: Sequence[str] = (),
+    opening: str = headers(translated=True),
+) -> Path:
+    """Compiles translated `text`, behind an opening, into folder/shader.o."""
     file, obj = folder / "shader.cpp", folder / "shader.o"
     file.write_text(text)
     options = [*LANGUAGE, *_CODE, *_machine(), *(_CHECKS if checked else []), *more]
-    parsed = _parsed_headers(text.startswith(headers(True)), *options)
+    parsed = _parsed(opening, *options)
     places = [f"-ffile-prefix-map={ROOT}/="]  # a library serves every checkout
     done = zig("clang", *options, *parsed, *places, "-c", str(file), "-o", str(obj))
     if done.returncode:
@@ -314,11 +289,11 @@ def _host_libraries() -> list[str]:
     return sorted(set(found))
 
 
-def _link(library: Path, text: str, checked: bool, more: Sequence[str] = ()) -> None:
-    """Compiles `text` and links it with the emulator."""
+def _link(library: Path, *compiled: Any) -> None:
+    """Compiles what _compile() is given and links it with the emulator."""
     with tempfile.TemporaryDirectory(dir=library.parent) as temporary:
         linked = Path(temporary) / library.name
-        objects = [str(_compile(Path(temporary), text, checked, more)), *runtime_objects()]
+        objects = [str(_compile(Path(temporary), *compiled)), *runtime_objects()]
         to = ("-shared", "-o", str(linked), *objects)
         libraries = _host_libraries()
         done = zig("ld.lld", "-z", "defs", *to, *libraries) if libraries else None
@@ -334,7 +309,7 @@ def _link(library: Path, text: str, checked: bool, more: Sequence[str] = ()) -> 
 def compile_text(folder: Path, text: str, name: str, checked: bool) -> Path:
     """The object file of a text by somebody else, in `folder`, to link with another emulator."""
     translated, source = translate(text, name, ())
-    return _compile(folder, translated + "\n" + tables(source, checked), checked, ())
+    return _compile(folder, translated + "\n" + tables(source, checked), checked)
 
 
 @contextlib.contextmanager
@@ -377,17 +352,27 @@ def build_shader(shader: Shader, checked: bool) -> Path:
     if library.exists():
         return library
     _keeps_rules(shader.file)
-    expanded = preprocess(text, name, [])
-    source = Reader(unmark(expanded, name)[0]).read()
-    before, behind = prefix(source.constants, translated=False), tables(source, checked)
-    key = digest(_tool_digest(), expanded.replace(f"{ROOT}/", ""), before, behind)
+    opening, constants = _opening(shader.opening, name)
+    expanded = preprocess(shader.opening + text, name, [])
+    kernels = Reader(unmark(expanded.removeprefix(opening), name)[0]).read().kernels
+    before = prefix(constants, translated=False) + shader.opening
+    behind = tables(Source(kernels, constants), checked)
+    key = digest(_tool_digest(), *(t.replace(f"{ROOT}/", "") for t in (expanded, before)), behind)
     library = CACHE / key / "library.so"
     with _missing(library) as missing:
         if missing:
-            _link(library, before + text + behind, checked)
+            _link(library, text + behind, checked, (), before)
     known.parent.mkdir(exist_ok=True)
     known.write_text(key)
     return library
+
+
+@functools.cache
+def _opening(text: str, name: str) -> tuple[str, list[Constant]]:
+    """Shader.opening expanded, and the function constants, which its headers have: to read their
+    words takes 0.05 s, too."""
+    expanded = preprocess(text, name, [])
+    return expanded, Reader(unmark(expanded, name)[0]).read().constants
 
 
 @functools.cache
@@ -412,7 +397,8 @@ def _keeps_rules(file: Path) -> None:
 @functools.cache
 def _scripts() -> str:
     folder = Path(__file__).parent
-    names = ("source", "excluded", "words", "rules", "translate", "repair", "tables", "build")
+    names = ["source", "excluded", "words", "rules", "translate", "repair", "tables", "markers"]
+    names.append("build")
     return digest(*(folder / f"{name}.py" for name in names))
 
 

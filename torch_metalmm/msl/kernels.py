@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -32,11 +33,25 @@ class Shader:
         return "_".join(filter(None, (self.file.stem, self.format, self.dtype)))
 
     @property
+    def _only(self) -> dict[str, str]:
+        only = {"FORMAT": self.format, "STRUCT": self.struct, "DTYPE": self.dtype}
+        return {f"MM_ONLY_{name}": value for name, value in only.items() if value}
+
+    @property
     def text(self) -> str:
         """The file, told to make the kernels of the format and the dtype alone."""
-        only = {"FORMAT": self.format, "STRUCT": self.struct, "DTYPE": self.dtype}
-        lines = [f"#define MM_ONLY_{name} {value}\n" for name, value in only.items() if value]
+        lines = [f"#define {name} {value}\n" for name, value in self._only.items()]
         return f'{"".join(lines)}#include "{self.file}"\n'
+
+    @property
+    def opening(self) -> str:
+        """The headers that the file begins with. They ask whether a format or a dtype is made
+        alone, not which: all those have this text."""
+        begin = re.match(r'(?:\s|//.*\n|#include ".*"\n)*', self.file.read_text())
+        names = re.findall(r'^#include "(.*)"$', begin[0] if begin else "", re.M)
+        files = (os.path.normpath(self.file.parent / name) for name in names)
+        lines = [f"#define {name}\n" for name in self._only]
+        return "".join([*lines, *(f'#include "{file}"\n' for file in files)])
 
 
 def shader_of(kernel: str, metal: Path = METAL) -> Shader:

@@ -19,8 +19,9 @@ from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-from .build import INCLUDE, JOBS, LANGUAGE, BuildError, digest, preprocess, unmark, zig
+from .build import INCLUDE, JOBS, LANGUAGE, BuildError, digest, preprocess, zig
 from .kernels import METAL, Shader
+from .markers import unmark
 from .source import Kernel, Reader, Source
 
 FOLDER = Path(__file__).parents[1] / "ptx"

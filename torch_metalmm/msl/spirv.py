@@ -18,8 +18,9 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from .. import _C
-from .build import LANGUAGE, BuildError, preprocess, unmark, zig
+from .build import LANGUAGE, BuildError, preprocess, zig
 from .kernels import METAL, alone
+from .markers import unmark
 from .source import Kernel, Reader
 
 ENTRY = "mm_entry"  # the name of the kernel in the file
