@@ -10,7 +10,7 @@ import torch
 from backends import compiled_dtype
 from inputs import activations, random_weight
 from oracle import FORMATS, spec
-from plan_cases import STRATEGIES, codecs, pieces, strategies_used
+from plan_cases import STRATEGIES, codecs, pieces, strategies_used, weaves
 from shaders import NAMES, execute, linear, memory_of
 from torch import Tensor
 
@@ -22,9 +22,13 @@ pytestmark = pytest.mark.shaders
 KERNELS = tuple(name for name in STRATEGIES if name.startswith("gemv"))
 
 
+def codec_of(name: str) -> str:
+    return re.sub(r"_g\d+.*", "", name)
+
+
 def step(name: str) -> int:
     """Values of K that a simdgroup takes at a time: a piece for each lane."""
-    return _C.SIMD_WIDTH * pieces()[re.sub(r"_g\d+.*", "", name)]
+    return _C.SIMD_WIDTH * pieces()[codec_of(name)]
 
 
 def two_loops(name: str) -> int:
@@ -55,8 +59,12 @@ def test_one_hot_gives_the_weight(name: str, kernel: str) -> None:
     assert len(wrong) == 0, (dtype, wrong[:3].tolist())
 
 
+# {what the order of lanes follows from: a format}
+ORDERS = {(pieces()[codec_of(name)], weaves().get(codec_of(name))): name for name in FORMATS}
+
+
 @pytest.mark.every_format
-@pytest.mark.parametrize("name", FORMATS)
+@pytest.mark.parametrize("name", ORDERS.values())
 def test_x_in_the_order_of_lanes_changes_no_bit(name: str) -> None:
     """Rows of floats that arrange_x puts in the order of gemv_batched's lanes, which read them as
     they lie where W is dense: in whole passes, and in one that is not full."""

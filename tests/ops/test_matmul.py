@@ -143,17 +143,19 @@ def overflow(name: str, backend: Backend, strategy: str | None) -> None:
 def test_nothing_to_multiply(name: str, backend: Backend, strategy: str | None) -> None:
     """M = 0, N = 0 and K = 0, with leading dims; K = 0 gives the bias."""
     k = formats.get(name).block_values
-    w, bias = backend.put(random_weight(name, 3, k)), backend.put(torch.tensor([1.0, -2.0, 3.0]))
-    for shape in ((0, k), (0, 2, k), (2, 0, k)):
-        y = ops.linear(backend.put(torch.ones(shape)), w, bias, name, strategy)
-        assert y.shape == (*shape[:-1], 3)
-    for shape in ((2, k), (k,), (2, 3, k), (0, k)):
-        y = ops.linear(backend.put(torch.ones(shape)), w[:0], bias[:0], name, strategy)
-        assert y.shape == (*shape[:-1], 0)
-    nothing = backend.put(torch.ones(2, 0, dtype=backend.dtype(name, strategy)))
+    w, dtype = backend.put(random_weight(name, 3, k)), backend.dtype(name, strategy)
+    x = backend.put(torch.ones(2, 3, k, dtype=dtype))
+    bias = backend.put(torch.tensor([1.0, -2.0, 3.0], dtype=dtype))
+    for rows in (x[0, :0], x[:0, :2], x[:, :0]):
+        y = ops.linear(rows, w, bias, name, strategy)
+        assert y.shape == (*rows.shape[:-1], 3)
+    for rows in (x[0, :2], x[0, 0], x, x[0, :0]):
+        y = ops.linear(rows, w[:0], bias[:0], name, strategy)
+        assert y.shape == (*rows.shape[:-1], 0)
+    nothing = x[0, :2, :0]
     for b, want in ((None, torch.zeros(3)), (bias, bias.cpu())):
         y = ops.linear(nothing, w[:, :0], b, name, strategy).cpu()
-        assert torch.equal(y, want.expand(2, 3).to(nothing.dtype))
+        assert torch.equal(y, want.to(dtype).expand(2, 3))
 
 
 def test_several_panels_of_torch_s_matmul(backend: Backend) -> None:
