@@ -74,13 +74,14 @@ def test_every_width_gives_the_same_bits(name: str, kernel: str) -> None:
     assert widths == set(WIDTH_BITS)
 
 
+@pytest.mark.parametrize("kernel", ["gemm_small"])  # of which the test above has the formats
 @pytest.mark.parametrize("name", HALVES)
-def test_one_row(name: str) -> None:
+def test_one_row(name: str, kernel: str) -> None:
     """A single row needs no stride that is a multiple of the width."""
     k = 4 * formats.get(name).block_values
-    packed, x = random_weight(name, 1, k), activations(2, k, dtype=torch.float16)
-    want = run("gemm_small", name, packed, x, 2, 0)
-    assert torch.equal(run("gemm_small", name, packed, x, 0, 2), want)
+    packed, x = random_weight(name, 1, k), activations(2, k, dtype=compiled_dtype(name, kernel))
+    want = run(kernel, name, packed, x, 2, 0)
+    assert torch.equal(run(kernel, name, packed, x, 0, 2), want)
 
 
 @pytest.mark.parametrize("name", HALVES)

@@ -43,14 +43,14 @@ def test_gradients_of_a_product(
     dtype: torch.dtype, apart: bool, scored: bool, backend: Backend
 ) -> None:
     """Of x, bias and scores; each in its own dtype, in sums of f32."""
-    packed, ids = weights("q5_0", SIZES), chosen(SIZES)
-    w = decoded("q5_0", packed, SIZES.k).double()
+    packed, ids = weights("q4_0", SIZES), chosen(SIZES)
+    w = decoded("q4_0", packed, SIZES.k).double()
     given = [rows(SIZES, dtype, apart), activations(4, 6, seed="bias")]
     given += [activations(5, 3, dtype=dtype, seed="scores")] if scored else []
     mine = [leaf(t, backend) for t in given]
     exact = [t.double().requires_grad_() for t in given]
     y = ops.expert_linear(
-        mine[0], backend.put(packed), backend.put(ids), mine[1], "q5_0", *mine[2:]
+        mine[0], backend.put(packed), backend.put(ids), mine[1], "q4_0", *mine[2:]
     )
     want = in_float64(exact[0], w, ids, exact[1], exact[2] if scored else None)
     g = activations(*want.shape, dtype=dtype, seed="g")
@@ -61,17 +61,17 @@ def test_gradients_of_a_product(
 
 
 def test_first_and_second_derivatives(backend: Backend) -> None:
-    packed, ids = weights("q8_0", SIZES), chosen(SIZES)
-    w = decoded("q8_0", packed, SIZES.k).double()
+    packed, ids = weights("q4_0", SIZES), chosen(SIZES)
+    w = decoded("q4_0", packed, SIZES.k).double()
     x, scores = rows(SIZES, torch.float32), activations(5, 3, seed="scores")
     put, none = (backend.put(packed), backend.put(ids)), torch.zeros(4, 6, dtype=torch.float64)
     same_gradients(
-        lambda x, s: ops.expert_linear(x, *put, None, "q8_0", s),
+        lambda x, s: ops.expert_linear(x, *put, None, "q4_0", s),
         lambda x, s: in_float64(x, w, ids, none, s),
         [x, scores],
         backend,
     )
-    oai = ("q8_0", "swiglu_oai", True)
+    oai = ("q4_0", "swiglu_oai", True)
     same_gradients(
         lambda x, b: ops.expert_swiglu(x, *put, b, *oai, limit=2.0, alpha=1.702),
         lambda x, b: swiglu64(x, w, ids, b),
@@ -83,24 +83,24 @@ def test_first_and_second_derivatives(backend: Backend) -> None:
 def test_autocast(backend: Backend) -> None:
     """x is lowered, the rest is not."""
     device = torch.device(backend.device).type
-    packed, ids = backend.put(weights("q8_0", SIZES)), backend.put(chosen(SIZES))
+    packed, ids = backend.put(weights("q4_0", SIZES)), backend.put(chosen(SIZES))
     x, scores = backend.put(rows(SIZES, torch.float32)), backend.put(torch.ones(5, 3))
     with torch.autocast(device, torch.bfloat16):
-        y = ops.expert_linear(x, packed, ids, None, "q8_0", scores)
-        z = ops.expert_swiglu(x, packed, ids, None, "q8_0")
-    assert torch.equal(y, ops.expert_linear(x.bfloat16(), packed, ids, None, "q8_0", scores))
-    assert torch.equal(z, ops.expert_swiglu(x.bfloat16(), packed, ids, None, "q8_0"))
+        y = ops.expert_linear(x, packed, ids, None, "q4_0", scores)
+        z = ops.expert_swiglu(x, packed, ids, None, "q4_0")
+    assert torch.equal(y, ops.expert_linear(x.bfloat16(), packed, ids, None, "q4_0", scores))
+    assert torch.equal(z, ops.expert_swiglu(x.bfloat16(), packed, ids, None, "q4_0"))
 
 
 def test_compiled(backend: Backend) -> None:
     """One graph, forward and backward, of any number of tokens."""
     torch._dynamo.reset()
-    packed, scores = backend.put(weights("q8_0", SIZES)), activations(9, 3, seed="scores")
+    packed, scores = backend.put(weights("q4_0", SIZES)), activations(9, 3, seed="scores")
 
     def layer(x: Tensor, ids: Tensor, s: Tensor) -> Tensor:
-        h = ops.expert_swiglu(x, packed, ids, None, "q8_0", "silu")
+        h = ops.expert_swiglu(x, packed, ids, None, "q4_0", "silu")
         h = torch.nn.functional.pad(h, (0, 61))
-        return ops.expert_linear(h, packed, ids, None, "q8_0", s)
+        return ops.expert_linear(h, packed, ids, None, "q4_0", s)
 
     compiled = torch.compile(layer, fullgraph=True, dynamic=True)
     for tokens in (2, 5, 9):
@@ -116,7 +116,7 @@ def test_compiled(backend: Backend) -> None:
 
 
 def test_a_strategy_is_checked_where_a_gradient_is_recorded(backend: Backend) -> None:
-    packed, ids = backend.put(weights("q5_0", SIZES)), backend.put(chosen(SIZES))
+    packed, ids = backend.put(weights("q4_0", SIZES)), backend.put(chosen(SIZES))
     x = leaf(rows(SIZES, torch.float32, False), backend)
     with pytest.raises(ValueError, match="strategy: unknown 'nope'"):
-        ops.expert_swiglu(x, packed, ids, None, "q5_0", strategy="nope")
+        ops.expert_swiglu(x, packed, ids, None, "q4_0", strategy="nope")

@@ -106,25 +106,25 @@ def test_a_one_hot_row_is_a_column_of_its_expert(name: str, backend: Backend) ->
 def test_integers_are_exact(backend: Backend) -> None:
     """Bias and scores too: every sum is a whole number of halves."""
     s = Experts(experts=3, n=7, k=512, tokens=5, choices=3)
-    packed = integer_weight("q4_k", s.experts * s.n, s.k).view(s.experts, s.n, -1)
+    packed = integer_weight("q4_0", s.experts * s.n, s.k).view(s.experts, s.n, -1)
     x = torch.randint(-4, 5, (s.tokens, s.k)).float()
     ids, bias = chosen(s), torch.randint(-9, 9, (s.experts, s.n)).float()
     scores = torch.randint(-3, 4, (s.tokens, s.choices)).float()
-    w = decoded("q4_k", packed, s.k)
+    w = decoded("q4_0", packed, s.k)
     y = torch.einsum("tk,tcnk->tcn", x.double(), w.double()[ids]) + bias.double()[ids]
     put = [backend.put(t) for t in (x, packed, ids, bias)]
     for op, score in (("expert_linear", None), ("expert_down", scores)):
         want = y if score is None else (y * score[..., None].double()).sum(1)
         for strategy in strategies_of(backend, op):
-            got = ops.expert_linear(*put, "q4_k", backend.put(score), strategy=strategy)
+            got = ops.expert_linear(*put, "q4_0", backend.put(score), strategy=strategy)
             assert torch.equal(got.cpu().double(), want), (op, strategy)
 
 
 def test_scores_and_bias_of_other_dtypes(backend: Backend) -> None:
     """Added and multiplied in f32, then one rounding."""
     s = Experts(experts=4, n=8, k=64, tokens=3, choices=2)
-    packed, ids = weights("q8_0", s), chosen(s)
-    w = decoded("q8_0", packed, s.k)
+    packed, ids = weights("q4_0", s), chosen(s)
+    w = decoded("q4_0", packed, s.k)
     for dtype in DTYPES:
         x = rows(s, dtype)
         for other in DTYPES:
@@ -132,7 +132,7 @@ def test_scores_and_bias_of_other_dtypes(backend: Backend) -> None:
             scores = activations(s.tokens, s.choices, dtype=other, seed="scores")
             halved = is_halved(backend, s, dtype)
             y = ops.expert_linear(
-                *(backend.put(t) for t in (x, packed, ids, bias)), "q8_0", backend.put(scores)
+                *(backend.put(t) for t in (x, packed, ids, bias)), "q4_0", backend.put(scores)
             )
             want = weighted(products(x, w, ids, bias, halved), scores)
             check(y, want.store(dtype), f"{dtype} {other}")
@@ -242,15 +242,15 @@ def test_gate_and_up(name: str, dtype: torch.dtype, backend: Backend) -> None:
 @pytest.mark.parametrize("activation", [*_C.activations(), "swiglu_oai"])
 def test_activations_and_limits(activation: str, backend: Backend) -> None:
     s = Experts(experts=3, n=8, k=64, tokens=4, choices=2)
-    packed, ids = weights("mxfp4", s), chosen(s)
-    w, x = decoded("mxfp4", packed, s.k), rows(s, torch.float32)
+    packed, ids = weights("q4_0", s), chosen(s)
+    w, x = decoded("q4_0", packed, s.k), rows(s, torch.float32)
     bias = 3 * activations(s.experts, s.n, seed="bias")
     for limit in (None, 1.25):
         alpha = 1.702 if activation == "swiglu_oai" else 1.0
         for strategy in strategies_of(backend, "expert_up"):
             both = products(x, w, ids, bias)
             y = ops.expert_swiglu(
-                *(backend.put(t) for t in (x, packed, ids, bias)), "mxfp4", activation, True,
+                *(backend.put(t) for t in (x, packed, ids, bias)), "q4_0", activation, True,
                 limit=limit, alpha=alpha, strategy=strategy,
             )  # fmt: skip
             want = gated(*halves(both, True), activation, limit, alpha)
