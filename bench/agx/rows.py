@@ -23,7 +23,6 @@ FORMATS = ("q4_0", "q5_0", "q8_0", "iq4_nl", "mxfp4")  # a pass has up to 8 rows
 FORMATS += ("q2_k", "q3_k", "q4_k", "q5_k", "q6_k", "affine4", "affine8")  # up to 4
 SHOWN = (2, 4, 8)
 MOST = 16
-_KEPT_ROWS = 2  # whose pieces stay in registers: keeps_x() of metal/kernels/gemv_batched.h
 # gemm_small: weights that a lane decodes for 32 products, and slots of a product in Mesa's code.
 _TILE_WEIGHTS, _TILE_PRODUCTS, _COUNTED_SLOTS = 64, 32, 2
 
@@ -53,8 +52,8 @@ def vector(codec: str, m: int) -> Cost:
     one = _pass(strategy, codec, m)
     batch = one["constants"]["batch"]
     code, times = _code(strategy, codec, batch), one["grid"][0]
-    # Beside two rows of x a turn has as many rows of W as one of gemv.
-    turn = "gemv" if batch <= _KEPT_ROWS else strategy
+    # Beside rows of x that are kept a turn has as many rows of W as one of gemv.
+    turn = "gemv" if batch <= _C.KEPT_ROWS else strategy
     each = times / kernels.weights()[f"{turn}_{codec}"]
     return Cost(len(code.loop) * each, code.cycles * each)
 

@@ -161,6 +161,7 @@ void bind_abi(py::module_& m) {
     return py::tuple(out);
   };
   m.attr("SIMD_WIDTH") = kSimdWidth;
+  m.attr("KEPT_ROWS") = kKeptRows;
   m.attr("SLOTS") = names(kSlotNames);
   m.attr("CONSTANTS") = names(kConstantNames);
   std::vector<const char*> scales;
