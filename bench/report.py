@@ -353,7 +353,8 @@ def model_tables(records: Sequence[Record]) -> list[Table]:
         if r["kind"] in (*KINDS, "context"):
             of_models.setdefault((r["kind"], r.get("model", "")), []).append(r)
     for (kind, _), cells in of_models.items():
-        tables.append(contexts(cells) if kind == "context" else table(*KINDS[kind], cells))
+        made = contexts(cells) if kind == "context" else table(*KINDS[kind], cells)
+        tables.append(made.joined() if kind == "ops" else made)
         if with_parts := [r for r in cells if "packed_launches" in r]:
             title = "{model}: ms of a token after {context}, and launches"
             tables.append(table(title, PARTS, with_parts))

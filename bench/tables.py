@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +19,13 @@ class Table:
     title: str
     columns: list[str]
     rows: list[list[str]] = field(default_factory=list)
+
+    def joined(self) -> Table:
+        """Rows that are equal behind their first cell as one, with the first cells of all."""
+        firsts: dict[tuple[str, ...], list[str]] = {}
+        for first, *cells in self.rows:
+            firsts.setdefault(tuple(cells), []).append(first)
+        return replace(self, rows=[[", ".join(f), *cells] for cells, f in firsts.items()])
 
 
 def digits(value: float | None, significant: int = 3) -> str:

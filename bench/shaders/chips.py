@@ -137,7 +137,7 @@ def rows_table() -> Table:
             fastest = predict(8, *given).total / one
             row.append(" / ".join(f"{r:.2f}" for r in exact) + f" ({fastest:.2f})")
         table.rows.append(row)
-    return table
+    return table.joined()
 
 
 def fits() -> Table:

@@ -80,7 +80,7 @@ def rates_table() -> Table:
     for chip in chips.CHIPS:
         cells = ((digits(rate(m, FORMAT, chip, form)) for form in FORMS) for m in SHOWN)
         table.rows.append([chip, *(" / ".join(cell) for cell in cells)])
-    return table
+    return table.joined()
 
 
 def apart_table() -> Table:
