@@ -26,19 +26,24 @@ from .op_counts import Calls
 PAGE = ROOT / "docs" / "guide" / "fuse.md"
 COMMAND = "tokens --ops"
 
-SIZES = {
-    "hidden_size": 128,
-    "intermediate_size": 128,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 32,
-    "vocab_size": 320,
-    "max_position_embeddings": 256,
-    "pad_token_id": 0,
-    "bos_token_id": 1,
-    "eos_token_id": 2,
-}
+
+def sizes(hidden: int, intermediate: int, vocabulary: int = 320, **others: Any) -> dict[str, Any]:
+    """Values of the config of a small model; others beside these, or in place of them."""
+    return {
+        "hidden_size": hidden,
+        "intermediate_size": intermediate,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "vocab_size": vocabulary,
+        "max_position_embeddings": 256,
+        "pad_token_id": 0,
+        "bos_token_id": 1,
+        "eos_token_id": 2,
+    } | others
+
+
+SIZES = sizes(128, 128, head_dim=32)
 _CHOSEN = {"num_experts_per_tok": 2}
 _EXPERTS = _CHOSEN | {"num_experts": 8, "moe_intermediate_size": 64}
 _LOCAL = _CHOSEN | {"num_local_experts": 8}
@@ -149,15 +154,23 @@ FAMILIES: dict[str, dict[str, Any]] = {
 }
 
 
-def family(kind: str, format: str = "q8_0", **options: Any) -> Any:
-    """A random packed model in eval mode, the same at every call; norms that are not ones."""
+def new_model(
+    kind: str, values: dict[str, Any], dtype: torch.dtype = torch.float32, seed: int = 0
+) -> Any:
+    """A causal model of transformers with its own random weights, in eval mode, the same at every
+    call; values of its config."""
     from transformers import AutoConfig, AutoModelForCausalLM
 
+    torch.manual_seed(seed)
+    config = AutoConfig.for_model(kind, **values)
+    return AutoModelForCausalLM.from_config(config, dtype=dtype).eval()
+
+
+def family(kind: str, format: str = "q8_0", **options: Any) -> Any:
+    """A random packed model in eval mode, the same at every call; norms that are not ones."""
     with warnings.catch_warnings(), torch.random.fork_rng([]):
         warnings.simplefilter("ignore")  # layers that the format does not fit
-        torch.manual_seed(0)
-        config = AutoConfig.for_model(kind, **(SIZES | FAMILIES[kind] | options))
-        model = AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
+        model = new_model(kind, SIZES | FAMILIES[kind] | options)
         for parameter in model.parameters():
             # Larger branches than those of a new model, and norms that are not ones.
             noise = torch.randn(parameter.shape) / 8

@@ -17,6 +17,7 @@ from transformers.masking_utils import (
     create_sliding_window_causal_mask,
 )
 
+from bench.models.families import new_model, sizes
 from torch_metalmm import PackedCache, formats, load_gguf
 from torch_metalmm.tools.generate import demo_model
 
@@ -24,17 +25,7 @@ pytestmark = pytest.mark.usefixtures("quiet_transformers")
 
 ATTENTION = ("metalmm", "sdpa", "eager")
 PACKED = ("q8_0", "q4_0", "affine8_g32", "iq4_nl")
-SIZES = {
-    "hidden_size": 256,
-    "intermediate_size": 256,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 64,
-    "vocab_size": VOCABULARY,
-    "max_position_embeddings": 256,
-    "pad_token_id": 0,
-}
+SIZES = sizes(256, 256, VOCABULARY, head_dim=64)
 
 
 # {kind: its options}: gemma2 has soft caps and windows, gpt_oss sinks.
@@ -51,9 +42,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
 
 def model_of(kind: str, attention: str = "metalmm", **options: Any) -> Any:
     """A tiny model whose tokens are far apart."""
-    torch.manual_seed(0)
-    config = transformers.AutoConfig.for_model(kind, **SIZES | OPTIONS[kind] | options)
-    model = transformers.AutoModelForCausalLM.from_config(config).eval()
+    model = new_model(kind, SIZES | OPTIONS[kind] | options)
     for layer in model.model.layers if kind == "gpt_oss" else ():
         layer.self_attn.sinks.data.normal_()
     model.get_output_embeddings().weight.data *= 50

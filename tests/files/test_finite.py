@@ -9,9 +9,9 @@ from typing import Any
 
 import pytest
 import torch
-import transformers
 from gguf_files import random_model
 
+from bench.models.families import new_model, sizes
 from torch_metalmm import load_gguf, load_mlx, load_packed, quantize_, save_mlx, save_packed
 from torch_metalmm.files.gguf.file import GgufFile
 from torch_metalmm.models import finite
@@ -35,9 +35,7 @@ def test_a_scale_that_makes_inf_is_named(
     scale: torch.Tensor,
     at: int,
 ) -> None:
-    values = {"vocab_size": 64, "hidden_size": 256, "intermediate_size": 256}
-    config = transformers.LlamaConfig(**values, num_hidden_layers=2, num_attention_heads=4)
-    model = quantize_(transformers.LlamaForCausalLM(config), format, progress=False)
+    model = quantize_(new_model("llama", sizes(256, 256, 64)), format, progress=False)
     path = tmp_path
     rows = model.get_parameter(LAYER).data
     rows[5, at : at + 2] = scale.reshape(1).view(torch.uint8)

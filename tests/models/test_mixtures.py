@@ -9,6 +9,7 @@ import pytest
 import transformers
 from mixtures import CASES, RECORDS, lines, matrices, skeleton
 
+from bench.models.families import new_model, sizes
 from torch_metalmm import MetalMMConfig
 from torch_metalmm.models.mixtures import MIXTURES, resolve
 from torch_metalmm.models.quantize import plan
@@ -32,9 +33,7 @@ def test_mixtures_are_those_of_llama_quantize(case: str) -> None:
 @pytest.mark.usefixtures("quiet_transformers")
 @pytest.mark.filterwarnings("ignore:K is not a multiple")
 def test_a_mixture_of_one_pattern_and_of_a_config(tmp_path: Path) -> None:
-    values = {"vocab_size": 32, "hidden_size": 256, "intermediate_size": 256}
-    config = transformers.LlamaConfig(**values, num_hidden_layers=1, num_attention_heads=4)
-    transformers.LlamaForCausalLM(config).save_pretrained(tmp_path)
+    new_model("llama", sizes(256, 256, 32, num_hidden_layers=1)).save_pretrained(tmp_path)
     asked = MetalMMConfig("Q5_K_M", {"*.q_proj": "q8_0", "*.up_proj": None})
     model = transformers.LlamaForCausalLM.from_pretrained(tmp_path, quantization_config=asked)
     found = {n.rpartition(".")[2]: getattr(m, "format", None) for n, m in model.named_modules()}

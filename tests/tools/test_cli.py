@@ -17,6 +17,7 @@ from failing import failure
 from gguf_files import random_model
 from hf_models import change_config
 
+from bench.models.families import new_model, sizes
 from torch_metalmm import _C, load_gguf, load_packed, quantize_, save_mlx
 from torch_metalmm.engines import engines
 from torch_metalmm.tools import generate, packing
@@ -32,16 +33,7 @@ def gguf(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def hf_folder(tmp_path_factory: pytest.TempPathFactory, gguf: Path) -> Path:
     """A dense Hugging Face folder with a tokenizer."""
     folder = tmp_path_factory.mktemp("hf")
-    torch.manual_seed(0)
-    config = transformers.Qwen2Config(
-        vocab_size=320,
-        hidden_size=64,
-        intermediate_size=96,
-        num_hidden_layers=1,
-        num_attention_heads=2,
-        num_key_value_heads=1,
-    )
-    transformers.Qwen2ForCausalLM(config).to(torch.bfloat16).save_pretrained(folder)
+    new_model("qwen2", sizes(64, 96, num_hidden_layers=1), torch.bfloat16).save_pretrained(folder)
     load_gguf(gguf)[1].save_pretrained(folder)
     return folder
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,7 @@ from gguf import GGMLQuantizationType, GGUFReader
 from gguf_files import ARCHITECTURES, fields_of, load_quietly, random_model
 from mtp_models import FAMILIES, trunk
 
+from bench.models.families import new_model, sizes
 from bench.models.llamas import dense_state
 from torch_metalmm import load_gguf, quantize_, save_gguf
 from torch_metalmm.files.gguf.file import GgufFile
@@ -223,28 +225,22 @@ def test_what_gguf_has_no_place_for(tmp_path: Path, tiny: tuple[Any, Any]) -> No
     untied = random_hf("gemma", tie_word_embeddings=False)
     refuses("lm_head.weight has no place in a GGUF file of a gemma", untied, None)
     refuses("tokenizer must be a fast one, got str", tokens="gpt2")
-    config = transformers.LlamaConfig(
-        hidden_size=64,
-        intermediate_size=64,
-        num_hidden_layers=1,
-        num_attention_heads=2,
-        num_key_value_heads=2,
-        vocab_size=64,
-    )
-    small = transformers.LlamaForCausalLM(config)
+    llama = partial(new_model, "llama", sizes(64, 64, 64, num_hidden_layers=1))
+    small = llama()
     refuses("beyond the model's 64 rows", small)
     refuses(
         "model.layers.0.mlp.up_proj.weight is affine4_g64, which GGUF does not have",
-        quantize_(transformers.LlamaForCausalLM(config), {"*.up_proj": "affine4_g64"}),
+        quantize_(llama(), {"*.up_proj": "affine4_g64"}),
         None,
     )
     if "Q2_0" not in GGMLQuantizationType.__members__:
-        two_bits = quantize_(transformers.LlamaForCausalLM(config), {"*.up_proj": "q2_0"})
+        two_bits = quantize_(llama(), {"*.up_proj": "q2_0"})
         refuses("up_proj.weight is q2_0, which the installed gguf .* cannot write", two_bits, None)
     small.model.layers[0].mlp.up_proj.double()
     refuses("up_proj.weight is torch.float64, which is neither", small, None)
-    config.rope_parameters = {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e4}
-    refuses("no key of GGUF says rope_type = 'dynamic'", transformers.LlamaForCausalLM(config))
+    dynamic = llama()
+    dynamic.config.rope_parameters = {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e4}
+    refuses("no key of GGUF says rope_type = 'dynamic'", dynamic)
     narrow, _, _ = load_quietly(random_model(tmp_path / "tiny.gguf", "gemma2"))
     narrow.config.query_pre_attn_scalar = 256
     refuses("no key of GGUF says query_pre_attn_scalar = 256, not 64", narrow)

@@ -10,17 +10,11 @@ import transformers
 from hf_models import random_model
 from torch import nn
 
+from bench.models.families import sizes
 from torch_metalmm.models.shard.parts import Plan
 from torch_metalmm.models.shard.plan import plan_of
 
-SIZES = {
-    "hidden_size": 256,
-    "intermediate_size": 512,
-    "num_hidden_layers": 4,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "vocab_size": 320,
-}
+SIZES = sizes(256, 512, num_hidden_layers=4)
 GEMMA4 = {
     "head_dim": 64,
     "layer_types": ["sliding_attention", "full_attention"] * 2,

@@ -9,23 +9,13 @@ import torch
 import transformers
 from torch import Tensor, nn
 
+from bench.models.families import sizes
 from torch_metalmm import QuantEmbedding, QuantExperts, QuantLinear, formats
 
 EXPERTS, CHOSEN, H, FFN = 6, 2, 128, 64
 IDS = torch.tensor([[5, 77, 130, 9, 201, 44, 18, 301], [3, 4, 5, 6, 7, 8, 9, 10]])
 
-_SIZES: dict[str, Any] = {
-    "vocab_size": 320,
-    "hidden_size": H,
-    "intermediate_size": FFN,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "pad_token_id": 0,
-    "bos_token_id": 1,
-    "eos_token_id": 2,
-    "num_experts_per_tok": CHOSEN,
-}
+_SIZES = sizes(H, FFN, num_experts_per_tok=CHOSEN)
 _HEAD = {"head_dim": 32}
 _LOCAL = {"num_local_experts": EXPERTS}
 _NUM = {"num_experts": EXPERTS}

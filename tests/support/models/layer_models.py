@@ -10,23 +10,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from bench.models.families import new_model, sizes
 from torch_metalmm import QuantEmbedding, QuantLinear, fuse_, quantize_
 from torch_metalmm.models.fuse.layers import fused_layer
 from torch_metalmm.models.fuse.norms import as_norm
 
 VOCABULARY = 96
-SIZES = {
-    "hidden_size": 64,
-    "intermediate_size": 96,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "vocab_size": VOCABULARY,
-    "max_position_embeddings": 64,
-    "pad_token_id": 0,
-    "bos_token_id": 1,
-    "eos_token_id": 2,
-}
+SIZES = sizes(64, 96, VOCABULARY, max_position_embeddings=64)
 # Of Gemma 3n and 4: layers that read the rows of others, and embeddings for each layer.
 SHARED: dict[str, Any] = {
     "num_hidden_layers": 4,
@@ -91,12 +81,8 @@ def small(
     kind: str, format: str = "q8_0", dtype: torch.dtype = torch.float32, **options: Any
 ) -> Any:
     """A random model in eval mode, the same at every call; norms that are not ones."""
-    from transformers import AutoConfig, AutoModelForCausalLM
-
     given = FUSED[kind][0] if kind in FUSED else _OPTIONS.get(kind, {})
-    torch.manual_seed(0)
-    config = AutoConfig.for_model(kind, **(SIZES | given | options))
-    model = AutoModelForCausalLM.from_config(config, dtype=dtype).eval()
+    model = new_model(kind, SIZES | given | options, dtype)
     for parameter in model.parameters():
         if parameter.dim() == 1:
             parameter.data += (torch.randn(parameter.shape) / 4).to(dtype)

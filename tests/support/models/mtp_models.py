@@ -9,14 +9,12 @@ from typing import Any
 import numpy as np
 import torch
 from gguf_files import fields_of, tensors_of, write_gguf
-from layer_models import SIZES
+from layer_models import VOCABULARY
 from safetensors.torch import load_file, save_file
 from torch import Tensor
-from transformers import AutoConfig, AutoModelForCausalLM
 
-from bench.models.families import LINEAR
+from bench.models.families import LINEAR, new_model, sizes
 
-_LONGER = {"max_position_embeddings": 256}
 _ROUTED = {
     "n_routed_experts": 4,
     "num_experts_per_tok": 2,
@@ -59,9 +57,8 @@ def _random(model: Any, seed: int) -> Any:
 
 def trunk(family: str, **options: Any) -> Any:
     """The model, dense, in f32, the same at each call."""
-    config = AutoConfig.for_model(family, **(SIZES | _LONGER | FAMILIES.get(family, {}) | options))
-    torch.manual_seed(0)
-    return _random(AutoModelForCausalLM.from_config(config, dtype=torch.float32), 0)
+    given = sizes(64, 96, VOCABULARY) | FAMILIES.get(family, {}) | options
+    return _random(new_model(family, given), 0)
 
 
 def folder_with_head(model: Any, folder: Path) -> Path:

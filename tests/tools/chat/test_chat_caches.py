@@ -9,6 +9,7 @@ import torch
 from gguf_files import random_model
 from greedy import greedy
 
+from bench.models.families import new_model, sizes
 from torch_metalmm import load_gguf
 from torch_metalmm.tools import sequence as module
 from torch_metalmm.tools.chat.session import Options, Session
@@ -25,27 +26,18 @@ def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Any:
 @pytest.fixture(scope="module")
 def phi(tokenizer: Any) -> Any:
     """A Phi-3 whose long factors turn keys otherwise than its short ones."""
-    from transformers import Phi3Config, Phi3ForCausalLM
-
     rope = {"rope_type": "longrope", "rope_theta": 10000.0, "factor": 4.0}
     rope |= {"short_factor": [1.0] * 8, "long_factor": [3.0 + i for i in range(8)]}
-    config = Phi3Config(
-        vocab_size=len(tokenizer),
-        hidden_size=64,
-        intermediate_size=128,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
+    given = sizes(
+        *(64, 128, len(tokenizer)),
         max_position_embeddings=4 * ORIGINAL,
         original_max_position_embeddings=ORIGINAL,
         rope_parameters=rope | {"original_max_position_embeddings": ORIGINAL},
         initializer_range=0.2,  # so that attention decides which token comes
-        pad_token_id=0,
         bos_token_id=None,
         eos_token_id=None,
     )
-    torch.manual_seed(1)
-    return Phi3ForCausalLM(config).eval()
+    return new_model("phi3", given, seed=1)
 
 
 def answered(session: Session, ids: list[int]) -> tuple[list[int], int]:
