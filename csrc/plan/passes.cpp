@@ -96,13 +96,14 @@ int64_t items_of(StrategyId strategy, const Problem& p) {
   return product(p.op == Op::kEmbedding ? p.m : p.n, ceil_div(p.k, values));
 }
 
-std::array<uint32_t, 3> grid_of(StrategyId strategy, const Problem& p, int64_t parts) {
+// rows: of x a threadgroup.
+std::array<uint32_t, 3> grid_of(StrategyId strategy, const Problem& p, int64_t rows,
+                                int64_t parts) {
   const StrategyInfo& s = info_of(strategy);
   if (s.family == Family::Single) return {1, 1, 1};
   if (s.family == Family::Groups) return {u32(p.m, "grid"), 1, 1};
   if (s.family != Family::Matmul) return flat_grid(items_of(strategy, p), s.threads);
-  return {u32(ceil_div(p.m, rows_of_x(strategy, p)), "grid"), u32(ceil_div(p.n, s.n), "grid"),
-          u32(parts, "grid")};
+  return {u32(ceil_div(p.m, rows), "grid"), u32(ceil_div(p.n, s.n), "grid"), u32(parts, "grid")};
 }
 
 // ---- constants and arguments
@@ -167,14 +168,14 @@ bool rows_aligned(int64_t first, int64_t rows, int64_t stride_bytes, int64_t byt
   return first % bytes == 0 && (rows <= 1 || stride_bytes % bytes == 0);
 }
 
-uint32_t bounds_of(StrategyId strategy, const Problem& p, const KernelArgs& a) {
+uint32_t bounds_of(StrategyId strategy, const Problem& p, int64_t rows_of_x, const KernelArgs& a) {
   const StrategyInfo& s = info_of(strategy);
   uint32_t out = 0;
   if (s.family == Family::Matmul) {
     if (p.n % s.n) out |= kBoundsN;
     // The matrix units' tiles ask for it always: a length of a prompt would be a pipeline more.
     const bool is_any = s.on_matrix_unit && p.op != Op::kExpertTiles;
-    if (is_any || p.m % rows_of_x(strategy, p)) out |= kBoundsM;
+    if (is_any || p.m % rows_of_x) out |= kBoundsM;
     // A tile loads its first step before it knows of another: of no K there is none to load.
     if (p.k % s.k || p.k == 0) out |= kBoundsK;
     const int64_t value_bytes = dtype_bytes(p.dtype);
@@ -196,15 +197,15 @@ uint32_t bounds_of(StrategyId strategy, const Problem& p, const KernelArgs& a) {
   return has_weight(p.op) ? out | bounds_of_weights(p, a) : out;
 }
 
-Pass make_pass(StrategyId strategy, const Problem& p, const Parts& parts, int64_t depth) {
+Pass make_pass(StrategyId strategy, const Problem& p, const Parts& parts, int64_t rows) {
   const StrategyInfo& s = info_of(strategy);
   const Codec codec = has_weight(p.op) ? p.format->codec : Codec::kCount;
-  const auto grid = grid_of(strategy, p, depth);
+  const auto grid = grid_of(strategy, p, rows, parts.count);
   Pass out = bare_pass(strategy, codec, p.dtype, args_of(p, parts));
   out.grid = grid;
   if (s.family != Family::Flat && s.family != Family::Single) {
     out.constants[kConstantK] = out.args.k;
-    out.constants[kConstantBounds] = bounds_of(strategy, p, out.args);
+    out.constants[kConstantBounds] = bounds_of(strategy, p, rows, out.args);
   }
   if (s.family == Family::Matmul || s.family == Family::Rows) {
     if (p.format->layout == Layout::kAffine) {
@@ -214,9 +215,9 @@ Pass make_pass(StrategyId strategy, const Problem& p, const Parts& parts, int64_
     }
   }
   if (s.batch_of) {
-    const auto rows = static_cast<uint32_t>(rows_of_x(strategy, p));
-    out.constants[kConstantBatch] = rows;
-    if (s.bytes_per_row) out.threadgroup_bytes = bound_bytes(rows * s.bytes_per_row);
+    const auto batch = static_cast<uint32_t>(rows);
+    out.constants[kConstantBatch] = batch;
+    if (s.bytes_per_row) out.threadgroup_bytes = bound_bytes(batch * s.bytes_per_row);
   }
   return out;
 }
@@ -322,8 +323,7 @@ int64_t rows_of_x(StrategyId strategy, const Problem& p) {
 }
 
 int64_t threadgroups_of(StrategyId strategy, const Problem& p) {
-  const auto grid = grid_of(strategy, p, 1);
-  return product(grid[0], grid[1]);
+  return product(ceil_div(p.m, rows_of_x(strategy, p)), ceil_div(p.n, info_of(strategy).n));
 }
 
 uint32_t threadgroup_bytes_of(StrategyId strategy, DType dtype) {
@@ -342,8 +342,9 @@ Parts cut(StrategyId strategy, const Problem& p, int64_t most) {
   return {ceil_div(p.k, per_part), per_part};
 }
 
-Pass main_pass(StrategyId strategy, const Problem& p, const Parts& parts, bool is_split) {
-  Pass out = make_pass(strategy, p, parts, parts.count);
+Pass main_pass(StrategyId strategy, const Problem& p, const Parts& parts, bool is_split,
+               int64_t rows) {
+  Pass out = make_pass(strategy, p, parts, rows);
   uint32_t& epilogue = out.constants[kConstantEpilogue];
   if (strategy == S::rope) {
     epilogue = rope_bits(p);
@@ -378,7 +379,7 @@ Pass main_pass(StrategyId strategy, const Problem& p, const Parts& parts, bool i
 
 Pass reduce_pass(Problem p, const Parts& parts) {
   if (p.y_f32) p.dtype = DType::kF32;
-  Pass out = make_pass(S::split_reduce, p, parts, 1);
+  Pass out = make_pass(S::split_reduce, p, parts, 0);
   out.constants[kConstantEpilogue] = addends_of(p);
   return out;
 }

@@ -160,19 +160,21 @@ struct Parts {
 // At most so many parts.
 Parts cut(StrategyId strategy, const Problem& problem, int64_t most);
 
-// is_split: it leaves the sum of each part in the workspace, for reduce_pass.
-Pass main_pass(StrategyId strategy, const Problem& problem, const Parts& parts, bool is_split);
+// is_split: it leaves the sum of each part in the workspace, for reduce_pass. rows: of x a
+// threadgroup, where the strategy multiplies.
+Pass main_pass(StrategyId strategy, const Problem& problem, const Parts& parts, bool is_split,
+               int64_t rows = 0);
 Pass reduce_pass(Problem problem, const Parts& parts);
 
 // Rows of x up to which gemv_batched was measured to be the faster: MM_BATCHED of tuning.def.
 std::optional<int64_t> measured_batched_max_m(const Problem& problem, const Gpu& gpu);
 
-// Sets the rows of x of a pass of gemv_batched, where the GPU wants fewer than it takes.
-void choose_batch(StrategyId strategy, const Problem& problem, const Gpu& gpu, Pass& pass);
+// rows_of_x(), or fewer of gemv_batched where the GPU wants fewer.
+int64_t choose_rows(StrategyId strategy, const Problem& problem, const Gpu& gpu, bool is_split);
 
-// Whether `main`, a pass of the strategy, takes x in an order that another pass writes; that pass,
-// of which main is told what it has to know; the bytes of x that it writes.
-bool takes_arranged(StrategyId strategy, const Problem& problem, const Gpu& gpu, const Pass& main);
+// Whether a pass of the strategy takes x in an order that another pass writes; that pass, of which
+// main is told what it has to know; the bytes of x that it writes.
+bool takes_arranged(StrategyId strategy, const Problem& problem, const Gpu& gpu, bool is_split);
 Pass arrange_pass(StrategyId strategy, const Problem& problem, Pass& main);
 size_t arranged_bytes(const Pass& arrange);
 

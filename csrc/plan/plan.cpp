@@ -319,10 +319,10 @@ Plan plan(const Problem& problem, const Gpu& gpu, std::optional<StrategyId> stra
   Reason(words).add(to_string(chosen), ": ", why);
   if (chosen == S::dense) return out;
   const bool is_split = is_split_forced || parts.count > 1;
-  Pass main = main_pass(chosen, problem, parts, is_split);
+  const int64_t rows = choose_rows(chosen, problem, gpu, is_split);
+  Pass main = main_pass(chosen, problem, parts, is_split, rows);
   choose_loads(chosen, problem, gpu, main);
-  choose_batch(chosen, problem, gpu, main);
-  if (takes_arranged(chosen, problem, gpu, main)) {
+  if (takes_arranged(chosen, problem, gpu, is_split)) {
     out.passes.push_back(arrange_pass(chosen, problem, main));
     out.arranged_bytes = arranged_bytes(out.passes.front());
     out.main = 1;

@@ -46,11 +46,11 @@ std::optional<int64_t> measured_batched_max_m(const Problem& p, const Gpu& gpu) 
   return std::nullopt;
 }
 
-bool takes_arranged(StrategyId strategy, const Problem& p, const Gpu& gpu, const Pass& main) {
-  if (main.args.k == 0) return false;
-  if (strategy == StrategyId::gemm_small) return main.constants[kConstantBatch] > kFragment;
+bool takes_arranged(StrategyId strategy, const Problem& p, const Gpu& gpu, bool is_split) {
+  if (p.k == 0) return false;
+  if (strategy == StrategyId::gemm_small) return rows_of_x(strategy, p) > kFragment;
   // With a norm lanes would read its weight as they read x; a part may begin within a step.
-  const bool is_whole = !(main.constants[kConstantEpilogue] & (kEpilogueNorm | kEpiloguePartial));
+  const bool is_whole = !p.has_norm && !is_split;
   return strategy == StrategyId::gemv_batched && p.dtype == DType::kF32 && is_whole &&
          gpu.accelerator == Accelerator::kTensorCores && p.format->layout != Layout::kDense &&
          product(p.m, p.n) >= arranged_products(piece_of(p.format->codec)) * gpu.cores;
@@ -61,18 +61,14 @@ bool takes_arranged(StrategyId strategy, const Problem& p, const Gpu& gpu, const
 // time. H200, 14336 x 4096, us at M = 4 and 8, passes of 4 and of 2: affine4 40.9, 73.8 and 31.8,
 // 57.6; x f32 126, 247 and 73.8, 141, q4_k 74.3, 139 and 48.8, 89.9. Not so q6_k, f16: 38.7
 // and 45.3. Arranged: affine4 32.0, 56.9 and 29.0, 52.6, q4_k no difference, q6_k 39.0 and 46.1.
-void choose_batch(StrategyId strategy, const Problem& p, const Gpu& gpu, Pass& pass) {
-  if (strategy != StrategyId::gemv_batched || gpu.accelerator != Accelerator::kTensorCores ||
-      piece_of(p.format->codec).values <= 16) {
-    return;
-  }
-  const bool is_affine = p.format->layout == Layout::kAffine;
-  if (!is_affine && (p.dtype != DType::kF32 || takes_arranged(strategy, p, gpu, pass))) return;
-  pass.constants[kConstantBatch] = std::min<uint32_t>(pass.constants[kConstantBatch], kKeptRows);
-  pass.grid[0] = u32(ceil_div(p.m, pass.constants[kConstantBatch]), "m");
-  uint32_t& bounds = pass.constants[kConstantBounds];
-  bounds &= ~static_cast<uint32_t>(kBoundsM);
-  if (p.m % pass.constants[kConstantBatch]) bounds |= kBoundsM;
+int64_t choose_rows(StrategyId strategy, const Problem& p, const Gpu& gpu, bool is_split) {
+  const int64_t most = rows_of_x(strategy, p);
+  const bool wants_fewer =
+      strategy == StrategyId::gemv_batched && gpu.accelerator == Accelerator::kTensorCores &&
+      piece_of(p.format->codec).values > 16 &&
+      (p.format->layout == Layout::kAffine ||
+       (p.dtype == DType::kF32 && !takes_arranged(strategy, p, gpu, is_split)));
+  return wants_fewer ? std::min<int64_t>(most, kKeptRows) : most;
 }
 
 Pass arrange_pass(StrategyId strategy, const Problem& p, Pass& main) {
