@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from torch_metalmm import formats
-from torch_metalmm.msl.build import BuildError, zig
+from torch_metalmm.msl.build import compiled
 
 from ..machine import ROOT
 from ..tables import Table, to_markdown
@@ -48,13 +48,6 @@ class Count(NamedTuple):
 
     def __str__(self) -> str:
         return f"{self.all:.1f}, {self.vector:.1f}"
-
-
-def _compile(*arguments: str | Path) -> None:
-    """BuildError: no compiler, or what it says."""
-    done = zig(*map(str, arguments))
-    if done.returncode:
-        raise BuildError(done.stderr)
 
 
 def executed(log: Iterator[str]) -> tuple[Counter[int], dict[int, str]]:
@@ -105,10 +98,10 @@ def ours(folder: Path) -> dict[str, list[Count]]:
     ):
         objects.append(folder / f"{name}.o")
         file = ROOT / "csrc/cpu" / file
-        _compile("c++", *_TARGET, *_OURS, *more, f"-DMM_ISA={name}", "-c", file, "-o", objects[-1])
+        compiled("c++", *_TARGET, *_OURS, *more, f"-DMM_ISA={name}", "-c", file, "-o", objects[-1])
     program = folder / "kernel"
     sources = (HERE / "kernel.cpp", ROOT / "csrc/plan/format.cpp")
-    _compile("c++", *_TARGET, *_OURS, *sources, *objects, "-o", program)
+    compiled("c++", *_TARGET, *_OURS, *sources, *objects, "-o", program)
     return {f: [count(program, f, kind) for kind in PRODUCTS] for f in GGML}
 
 
@@ -119,9 +112,9 @@ def ggml(source: Path, folder: Path) -> dict[str, dict[str, Count]]:
         raise ValueError(f"--ggml {source}: has no src/ggml-cpu/arch/arm")
     include = [f"-I{source}/{d}" for d in ("include", "src", "src/ggml-cpu")]
     objects = [folder / "quants.o", folder / "repack.o"]
-    _compile("cc", *_TARGET, *_PEER, *include, "-c", arm / "quants.c", "-o", objects[0])
+    compiled("cc", *_TARGET, *_PEER, *include, "-c", arm / "quants.c", "-o", objects[0])
     repack = ["-std=c++17", "-c", arm / "repack.cpp", "-o", objects[1]]
-    _compile("c++", *_TARGET, *_PEER, *include, *repack)
+    compiled("c++", *_TARGET, *_PEER, *include, *repack)
     found: dict[str, dict[str, Count]] = {}
     for format, products in GGML.items():
         if products is None:
@@ -133,7 +126,7 @@ def ggml(source: Path, folder: Path) -> dict[str, dict[str, Count]]:
             defines = [f"-DMM_PRODUCT=ggml_{name}", *(["-DMM_REPACKED"] * name.startswith("gemv"))]
             program = folder / name
             link = [*defines, HERE / "ggml.c", *objects, "-Wl,--gc-sections", "-o", program]
-            _compile("cc", *_TARGET, *_PEER, *link)
+            compiled("cc", *_TARGET, *_PEER, *link)
             counted = count(program, str(formats.get(format).row_bytes(K)))
             found.setdefault(format, {})[name] = counted
     return found

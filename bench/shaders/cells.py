@@ -24,7 +24,7 @@ from pathlib import Path
 from typing import Any
 
 from torch_metalmm import _C
-from torch_metalmm.msl.build import CACHE, LANGUAGE, ROOT, BuildError, digest, zig
+from torch_metalmm.msl.build import CACHE, LANGUAGE, ROOT, compiled, digest
 from torch_metalmm.msl.kernels import structs_of
 from torch_metalmm.tools import cost_model
 
@@ -110,17 +110,9 @@ class Cell:
         return self.cost.cycles / self.weights
 
 
-def _said(*arguments: str) -> str:
-    """The output of a command of the compiler. BuildError: the compiler's message."""
-    done = zig(*arguments)
-    if done.returncode:
-        raise BuildError(done.stderr)
-    return done.stdout
-
-
 @functools.cache
 def _version() -> str:
-    return _said("version")
+    return compiled("version")
 
 
 def clang(text: str, *flags: str) -> str:
@@ -130,11 +122,11 @@ def clang(text: str, *flags: str) -> str:
         file, part = Path(folder) / "cells.cpp", Path(folder) / "cells.s"
         file.write_text(text)
         command = ("clang", *flags, str(file), "-o", "-")
-        whole = text if _IR[1] in flags else _said(*command, "-E", "-P")
+        whole = text if _IR[1] in flags else compiled(*command, "-E", "-P")
         named = (flag.replace(f"{ROOT}/", "") for flag in flags)
         kept = CACHE / f"cells-{digest(_version(), *named, whole)}.s"
         if not kept.exists():
-            part.write_text(_said(*command))
+            part.write_text(compiled(*command))
             os.replace(part, kept)
     return kept.read_text()
 

@@ -88,6 +88,14 @@ def zig(*arguments: str, text: str | None = None) -> subprocess.CompletedProcess
     return subprocess.run(command, input=text, capture_output=True, text=True, check=False, env=env)
 
 
+def compiled(*arguments: str | Path) -> str:
+    """What a command of the ziglang package prints. BuildError: its message, or it is not there."""
+    done = zig(*map(str, arguments))
+    if done.returncode:
+        raise BuildError(done.stderr)
+    return done.stdout
+
+
 @functools.cache
 def _zig() -> str:
     """The program itself: `python -m ziglang` would run a ziglang.py of the current folder."""
@@ -137,9 +145,7 @@ def runtime_objects() -> list[str]:
             if missing:
                 temporary = out.with_suffix(".part")
                 source = CSRC / "emulator" / "runtime" / f"{out.stem}.cpp"
-                done = zig("c++", *_HOST, str(source), "-o", str(temporary))
-                if done.returncode:
-                    raise BuildError(done.stderr)
+                compiled("c++", *_HOST, source, "-o", temporary)
                 os.replace(temporary, out)
     return [str(out) for out in objects]
 
@@ -246,10 +252,7 @@ def _parsed(opening: str, *options: str) -> list[str]:
         if missing:
             text, part = file.with_suffix(".h"), file.with_suffix(".part")
             text.write_text(opening)
-            made = ["-x", "c++-header", str(text), "-o", str(part)]
-            done = zig("clang", *options, *_BY_CONTENT, *made)
-            if done.returncode:
-                raise BuildError(done.stderr)
+            compiled("clang", *options, *_BY_CONTENT, "-x", "c++-header", text, "-o", part)
             os.replace(part, file)
     return ["-include-pch", str(file), *_BY_CONTENT]
 
@@ -300,9 +303,7 @@ def _link(library: Path, *compiled: Any) -> None:
         if done is None or done.returncode:
             # With clang's own library, which zig compiles in 20 s. Without -fno-sanitize=all, zig
             # first builds a library for sanitizers.
-            done = zig("cc", "-g1", "-fno-sanitize=all", *to, "-lm", "-lpthread")
-        if done.returncode:
-            raise BuildError(done.stderr)
+            compiled("cc", "-g1", "-fno-sanitize=all", *to, "-lm", "-lpthread")
         os.replace(linked, library)
 
 

@@ -19,7 +19,7 @@ from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-from .build import INCLUDE, JOBS, LANGUAGE, BuildError, digest, preprocess, zig
+from .build import INCLUDE, JOBS, LANGUAGE, BuildError, compiled, digest, preprocess
 from .kernels import METAL, Shader
 from .markers import unmark
 from .source import Kernel, Reader, Source
@@ -80,10 +80,7 @@ def _compile(text: str, expanded: str, source: Source) -> str:
     with tempfile.TemporaryDirectory() as folder:
         file = Path(folder) / "shader.cpp"
         file.write_text(text + _entries(source))
-        done = zig("clang", *LANGUAGE, *_TARGET, *_CODE, *lanes, str(file), "-o", "-")
-        if done.returncode:
-            raise BuildError(done.stderr)
-        return done.stdout
+        return compiled("clang", *LANGUAGE, *_TARGET, *_CODE, *lanes, file, "-o", "-")
 
 
 # Where a kernel has no limit of registers, ptxas works towards 64 and pays with loads that wait for
@@ -147,7 +144,7 @@ def _build(shader: Shader, folder: Path) -> list[str]:
 def _tools() -> str:
     """What makes PTX of a text: options, headers, this file, the compiler."""
     headers = sorted(p for p in INCLUDE.rglob("*") if p.is_file())
-    return digest(*_TARGET, *_CODE, *headers, Path(__file__), zig("version").stdout)
+    return digest(*_TARGET, *_CODE, *headers, Path(__file__), compiled("version"))
 
 
 def build(folder: Path = FOLDER, shaders: Iterable[Shader] = ()) -> list[str]:

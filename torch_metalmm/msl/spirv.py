@@ -18,7 +18,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from .. import _C
-from .build import LANGUAGE, BuildError, preprocess, zig
+from .build import LANGUAGE, BuildError, compiled, preprocess
 from .kernels import METAL, alone
 from .markers import unmark
 from .source import Kernel, Reader
@@ -67,12 +67,6 @@ def _entry(kernel: Kernel, threadgroup_bytes: int) -> str:
     )
 
 
-def _clang(*arguments: str) -> None:
-    done = zig("clang", *arguments)
-    if done.returncode:
-        raise BuildError(done.stderr)
-
-
 def compile_kernel(
     text: str,
     kernel: Kernel,
@@ -86,9 +80,9 @@ def compile_kernel(
         source.write_text(f"{text}{_entry(kernel, threadgroup_bytes)}")
         # A pipeline gives values to constants of code that is optimised without them.
         options = [*_TARGET, *_CODE, *options]
-        _clang(*LANGUAGE, *options, "-emit-llvm", "-S", str(source), "-o", str(ir))
+        compiled("clang", *LANGUAGE, *options, "-emit-llvm", "-S", source, "-o", ir)
         ir.write_text(with_constants(ir.read_text(), constants))
-        _clang("-x", "ir", *options, "-c", str(ir), "-o", str(made))
+        compiled("clang", "-x", "ir", *options, "-c", ir, "-o", made)
         module = made.read_bytes()
     if kernels_of(module) != [ENTRY]:
         raise BuildError(f"{kernel.name}: the SPIR-V has the kernels {kernels_of(module)}")
