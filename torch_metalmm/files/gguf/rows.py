@@ -144,7 +144,8 @@ class Architecture:
     parameters: {end of a name in the model: the whole key of the numbers that its layers have}.
     latent: whether its heads share a latent of keys and values (latent.py). spoiled: a pattern of
     the names' ends of biases that are refused, as llama.cpp's converter writes others than the
-    model's.
+    model's. condition: of a row of VARIANTS, a key and its value in files of the row; None:
+    anything but 0.
     """
 
     model_type: str
@@ -163,6 +164,7 @@ class Architecture:
     parameters: Mapping[str, str] = field(default_factory=dict)
     latent: bool = False
     spoiled: str = ""
+    condition: tuple[str, int | None] = "", None
 
     def as_stated(self, config: Any) -> Any:
         """The config of a model in the words of its files."""
@@ -184,6 +186,13 @@ _WINDOWS = {"layer_types": derive.windows}
 # Granite-Hybrid's, whose files are Granite's or Granite-MoE's where no layer has a state.
 _SHARED_MLP = {"expert_shared_feed_forward_length": "shared_intermediate_size"}
 _HEADS = {"num_key_value_heads": derive.most_kv_heads}
+_SHARED, _SHARED_EXPERT = (
+    {"shared_mlp.input_linear.weight": dict.fromkeys(leaves, derive.rows_of_shared)}
+    for leaves in (
+        ("ffn_gate.weight", "ffn_up.weight"),
+        ("ffn_gate_shexp.weight", "ffn_up_shexp.weight"),
+    )
+)
 _HYBRID = Architecture(
     "granitemoehybrid",
     _RMS | GRANITE | _SSM | _SHARED_MLP,
@@ -191,8 +200,8 @@ _HYBRID = Architecture(
     processor="GraniteHybridProcessor",
     states={"expert_count": 0},
     has={"num_local_experts": 0, "num_experts_per_tok": 0},
-    derived={
-        "num_key_value_heads": derive.most_kv_heads,
+    derived=_HEADS
+    | {
         "layer_types": derive.granite_layers,
         "position_embedding_type": derive.granite_rotation,
         "mamba_d_head": derive.ssm_head,
@@ -214,17 +223,8 @@ _HYBRID = Architecture(
         "mamba.D": "ssm_d",
         "shared_mlp.output_linear.weight": "ffn_down.weight",
     },
-    joined={
-        "shared_mlp.input_linear.weight": dict.fromkeys(
-            ("ffn_gate.weight", "ffn_up.weight"), derive.rows_of_shared
-        )
-    },
+    joined=_SHARED,
 )
-_SHARED_ROWS = {
-    "shared_mlp.input_linear.weight": dict.fromkeys(
-        ("ffn_gate_shexp.weight", "ffn_up_shexp.weight"), derive.rows_of_shared
-    )
-}
 _MIXED = {
     "shared_mlp.output_linear.weight": "ffn_down_shexp.weight",
     "block_sparse_moe.router.weight": "ffn_gate_inp.weight",
@@ -432,10 +432,7 @@ ARCHITECTURES = {
             "full_attn_idxs": lambda config: None,  # layer_types says so, too
             "conv_bias": derive.lfm2_bias,
         },
-        derived={
-            "num_key_value_heads": derive.most_kv_heads,
-            "layer_types": derive.lfm2_layers,
-        },
+        derived=_HEADS | {"layer_types": derive.lfm2_layers},
     ),
     "llama": Architecture("llama", processor=_LLAMA),
     "llama4": Architecture(
@@ -562,66 +559,55 @@ ARCHITECTURES["qwen35moe"] = replace(
     keys=_QWEN35_EXPERTS,
 )
 ARCHITECTURES["t5encoder"] = replace(ARCHITECTURES["t5"], has={"architectures": ["T5EncoderModel"]})
-# Rows for names that several models have, by a key's value in the file; None: anything but 0.
-VARIANTS: dict[str, tuple[str, int | None, Architecture]] = {
-    "granitehybrid": (
-        "expert_count",
-        None,
-        replace(
-            _HYBRID,
-            keys={**_HYBRID.keys, **_LOCAL},
-            states={},
-            names={**_HYBRID.names, **_MIXED},
-            joined=_SHARED_ROWS,
-        ),
+# Of a name that several models have, the rows with a condition.
+VARIANTS = {
+    "granitehybrid": replace(
+        _HYBRID,
+        keys={**_HYBRID.keys, **_LOCAL},
+        condition=("expert_count", None),
+        states={},
+        names={**_HYBRID.names, **_MIXED},
+        joined=_SHARED_EXPERT,
     ),
-    "granitemoe": (
-        "expert_shared_feed_forward_length",
-        None,
-        replace(
-            ARCHITECTURES["granitemoe"],
-            model_type="granitemoeshared",
-            keys=_LOCAL | GRANITE | _SHARED_MLP,
-            writes=False,
-            names=_MIXED,
-            joined=_SHARED_ROWS,
-        ),
+    "granitemoe": replace(
+        ARCHITECTURES["granitemoe"],
+        model_type="granitemoeshared",
+        keys=_LOCAL | GRANITE | _SHARED_MLP,
+        condition=("expert_shared_feed_forward_length", None),
+        writes=False,
+        names=_MIXED,
+        joined=_SHARED_EXPERT,
     ),
-    "mamba": (
-        "ssm.dt_b_c_rms",
-        None,
-        replace(ARCHITECTURES["mamba"], model_type="falcon_mamba"),
+    "mamba": replace(
+        ARCHITECTURES["mamba"], model_type="falcon_mamba", condition=("ssm.dt_b_c_rms", None)
     ),
-    "glm4": (
-        "rope.dimension_sections",
-        None,
-        Architecture("glm4", processor="HalvesProcessor", writes=False),
+    "glm4": Architecture(
+        "glm4",
+        condition=("rope.dimension_sections", None),
+        processor="HalvesProcessor",
+        writes=False,
     ),
-    "mistral3": (
-        "attention.temperature_scale",
-        None,
-        Architecture(
-            "ministral3",
-            _RMS | {"attention.temperature_scale": "rope_parameters.llama_4_scaling_beta"},
-            processor=_LLAMA,
-        ),
+    "mistral3": Architecture(
+        "ministral3",
+        _RMS | {"attention.temperature_scale": "rope_parameters.llama_4_scaling_beta"},
+        condition=("attention.temperature_scale", None),
+        processor=_LLAMA,
     ),
-    "olmo2": (
-        "attention.sliding_window",
-        None,
-        Architecture("olmo3", _RMS | WINDOW, writes=False, derived=_WINDOWS),
+    "olmo2": Architecture(
+        "olmo3",
+        _RMS | WINDOW,
+        condition=("attention.sliding_window", None),
+        writes=False,
+        derived=_WINDOWS,
     ),
-    "llama": ("expert_count", None, Architecture("mixtral", _LOCAL, processor=_LLAMA)),
-    "deepseek2": (
-        GATING,
-        SIGMOID,
-        replace(
-            ARCHITECTURES["deepseek2"],
-            model_type="deepseek_v3",
-            states=_SIGMOID | _NO_TEMPERATURE,
-            derived={},
-            names=_CORRECTED,
-        ),
+    "llama": Architecture("mixtral", _LOCAL, condition=("expert_count", None), processor=_LLAMA),
+    "deepseek2": replace(
+        ARCHITECTURES["deepseek2"],
+        model_type="deepseek_v3",
+        condition=(GATING, SIGMOID),
+        states=_SIGMOID | _NO_TEMPERATURE,
+        derived={},
+        names=_CORRECTED,
     ),
 }
 STORED_AS = {"mistral": "llama", "cohere": "command-r"}  # model_type: llama.cpp's architecture
@@ -630,7 +616,8 @@ STORED_AS = {"mistral": "llama", "cohere": "command-r"}  # model_type: llama.cpp
 def row_of(architecture: str, metadata: Mapping[str, Any]) -> Architecture | None:
     """The row of a file of that architecture with these values."""
     if architecture in VARIANTS:
-        key, wanted, row = VARIANTS[architecture]
+        row = VARIANTS[architecture]
+        key, wanted = row.condition
         value = metadata.get(f"{architecture}.{key}")
         if value == wanted if wanted is not None else value:
             return row
@@ -639,12 +626,12 @@ def row_of(architecture: str, metadata: Mapping[str, Any]) -> Architecture | Non
 
 def is_of(architecture: str, row: Architecture, config: Any) -> bool:
     """Whether row_of gives the row for a file of the config."""
-    key, _, variant = VARIANTS[architecture]
-    return (
-        row_of(architecture, {f"{architecture}.{key}": getattr(config, variant.keys[key])}) is row
-    )
+    variant = VARIANTS[architecture]
+    key, _ = variant.condition
+    value = getattr(config, variant.keys[key])
+    return row_of(architecture, {f"{architecture}.{key}": value}) is row
 
 
 def all_rows() -> list[tuple[str, Architecture]]:
     """(architecture, row) of each row."""
-    return [*ARCHITECTURES.items(), *((name, row) for name, (_, _, row) in VARIANTS.items())]
+    return [*ARCHITECTURES.items(), *VARIANTS.items()]
