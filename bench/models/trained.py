@@ -10,8 +10,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .families import new_model
-
 STEPS, BATCH, LENGTH, RATE = 400, 8, 256, 2e-3
 _SIZES = {
     **{"vocab_size": 256, "hidden_size": 128, "intermediate_size": 384, "num_hidden_layers": 3},
@@ -34,7 +32,11 @@ def byte_ids(text: str) -> Tensor:
 @torch.inference_mode(False)
 def trained(kind: str, ids: Tensor, steps: int) -> Any:
     """A causal model of that type, f32, after `steps` of AdamW on ids, int64 [1, T]."""
-    model = new_model(kind, _SIZES | KINDS[kind]).train()
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    torch.manual_seed(0)
+    config = AutoConfig.for_model(kind, **_SIZES | KINDS[kind])
+    model: Any = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
     ids = ids.clone()  # one of no inference
     optimizer = torch.optim.AdamW(model.parameters(), RATE)
     for _ in range(steps):
