@@ -138,7 +138,6 @@ using WeighKernel = void (*)(const WeighArgs&);
 
 // The m for which it is compiled, by index: 1 << index.
 constexpr int kNumWeighKernels = 4;
-constexpr int kMaxWeighRows = 1 << (kNumWeighKernels - 1);
 
 struct AttentionKernels {
   TopKernel top;

@@ -84,10 +84,10 @@ struct Piece {
 };
 
 constexpr Piece kPieces[] = {
-#define MM_DENSE(name, Struct, bytes, piece, wide) {piece, piece, wide != 0},
+#define MM_DENSE(name, Struct, bytes, piece) {piece, piece, true},
 #define MM_BLOCK(name, Struct, values, bytes, alignment, piece, weave, wide, ...) \
   {piece, weave, wide != 0},
-#define MM_AFFINE(name, Struct, bits, piece, wide) {piece, piece, wide != 0},
+#define MM_AFFINE(name, Struct, bits, piece) {piece, piece, true},
 #include "metal/formats.def"
 };
 constexpr Piece piece_of(Codec codec) { return kPieces[static_cast<int>(codec)]; }

@@ -35,16 +35,16 @@ struct FormatCheck {
   MM_CONST bool kOk = true;
 };
 
-#define MM_DENSE(name, Struct, bytes, piece, wide)                                           \
+#define MM_DENSE(name, Struct, bytes, piece)                                                 \
   static_assert(Struct::Storage::kBlockValues == 1 && Struct::Storage::kBlockBytes == bytes, \
                 #name);                                                                      \
   static_assert(FormatCheck<Struct, piece, piece>::kOk, #name);
-#define MM_BLOCK(name, Struct, values, bytes, alignment, piece, weave, wide, ...)                 \
+#define MM_BLOCK(name, Struct, values, bytes, alignment, piece, weave, ...)                       \
   static_assert(Struct::Storage::kBlockValues == values && Struct::Storage::kBlockBytes == bytes, \
                 #name);                                                                           \
   static_assert(Struct::Storage::kHasWidths == (alignment == 2), #name);                          \
   static_assert(FormatCheck<Struct, piece, weave>::kOk, #name);
-#define MM_AFFINE(name, Struct, bits, piece, wide)                                                \
+#define MM_AFFINE(name, Struct, bits, piece)                                                      \
   static_assert(Struct::Storage::kBlockBytes * 8 == Struct::Storage::kBlockValues * bits, #name); \
   static_assert(FormatCheck<Struct, piece, piece>::kOk, #name);
 #include "../formats.def"
