@@ -1,7 +1,6 @@
 // Memory whose vectors lie each in one line of the cache.
 #pragma once
 
-#include <cstdint>
 #include <new>
 #include <vector>
 

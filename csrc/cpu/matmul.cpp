@@ -1,9 +1,6 @@
 #include "matmul.h"
 
 #include <algorithm>
-#include <cstring>
-#include <memory>
-#include <stdexcept>
 #include <string>
 #include <vector>
 

@@ -4,8 +4,6 @@
 
 #include <ATen/ATen.h>
 
-#include <tuple>
-
 #include "checks.h"
 
 namespace metalmm::composed {

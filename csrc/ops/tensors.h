@@ -4,7 +4,6 @@
 #include <ATen/ATen.h>
 
 #include <algorithm>
-#include <vector>
 
 #include "plan/matmul/torch.h"
 

@@ -2,7 +2,6 @@
 // w = (d * sc) * q - (dmin * m), the scales sc and offsets m of the groups being quantized too.
 
 #include <cmath>
-#include <cstring>
 
 #include "formats.h"
 #include "importance/weigh.h"

@@ -1,7 +1,5 @@
 #include "checks.h"
 
-#include <cmath>
-
 #include "metal/geometry.h"
 
 namespace metalmm {

@@ -2,9 +2,6 @@
 // where autograd records.
 #pragma once
 
-#include <functional>
-#include <vector>
-
 #include "checks.h"
 
 namespace metalmm::composed {
