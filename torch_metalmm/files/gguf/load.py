@@ -343,11 +343,14 @@ def _warn(file: GgufFile, plan: _Plan, dtype: torch.dtype, config: Any) -> None:
             f"decoded to {dtype}, because the model does not use them as plain matrices",
             [name for name in plan.dense if file.tensors[name].format not in DTYPES],
         ),
-        ("as initialised, for the file has none of them", plan.kept),
         ("not used by the model", plan.unused),
     ):
         if names:
             warnings.warn(f"{what}: {summary(names)}", stacklevel=3)
+    if plan.kept:
+        warnings.warn(
+            f"the file has no tensor for {summary(plan.kept)}; as initialised", stacklevel=3
+        )
 
 
 def _put_empty(model: Any, file: GgufFile, plan: _Plan) -> None:
