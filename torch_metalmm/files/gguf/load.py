@@ -334,23 +334,25 @@ def _warn(file: GgufFile, plan: _Plan, dtype: torch.dtype, config: Any) -> None:
         )
     joins = [item.sources for item in plan.packed if item.format == ANEW]
     again = [s for s in joins if {file.tensors[name].format for name in s} != {ANEW}]
-    for what, names in (
-        (
-            f"packed again in {ANEW}, because the model has these formats in one matrix",
-            [name for sources in again for name in sources],
-        ),
-        (
-            f"decoded to {dtype}, because the model does not use them as plain matrices",
-            [name for name in plan.dense if file.tensors[name].format not in DTYPES],
-        ),
-        ("not used by the model", plan.unused),
-    ):
-        if names:
-            warnings.warn(f"{what}: {summary(names)}", stacklevel=3)
+    if again:
+        warnings.warn(
+            f"packed again in {ANEW}, because the model has these formats in one matrix: "
+            f"{summary([name for sources in again for name in sources])}",
+            stacklevel=3,
+        )
+    decoded = [name for name in plan.dense if file.tensors[name].format not in DTYPES]
+    if decoded:
+        warnings.warn(
+            f"decoded to {dtype}, because the model does not use them as plain matrices: "
+            f"{summary(decoded)}",
+            stacklevel=3,
+        )
     if plan.kept:
         warnings.warn(
             f"the file has no tensor for {summary(plan.kept)}; as initialised", stacklevel=3
         )
+    if plan.unused:
+        warnings.warn(f"not used by the model: {summary(plan.unused)}", stacklevel=3)
 
 
 def _put_empty(model: Any, file: GgufFile, plan: _Plan) -> None:
