@@ -559,7 +559,7 @@ ARCHITECTURES["qwen35moe"] = replace(
     keys=_QWEN35_EXPERTS,
 )
 ARCHITECTURES["t5encoder"] = replace(ARCHITECTURES["t5"], has={"architectures": ["T5EncoderModel"]})
-# Of a name that several models have, the rows with a condition.
+# The rows with a condition, for names that several models have.
 VARIANTS = {
     "granitehybrid": replace(
         _HYBRID,
