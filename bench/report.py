@@ -346,7 +346,7 @@ KINDS: dict[str, tuple[str, tuple[Column, ...]]] = {
 
 
 def model_tables(records: Sequence[Record]) -> list[Table]:
-    """Those of all kinds of records here, and where a token's time goes."""
+    """The tables of all kinds of records here, and where a token's time goes."""
     tables: list[Table] = []
     of_models: dict[tuple[str, str], list[Record]] = {}
     for r in records:

@@ -28,7 +28,7 @@ _TILE_WEIGHTS, _TILE_PRODUCTS, _COUNTED_SLOTS = 64, 32, 2
 
 
 class Cost(NamedTuple):
-    """Of a weight, for all rows of x."""
+    """Cost of a weight, for all rows of x."""
 
     instructions: float
     cycles: float
@@ -42,7 +42,7 @@ def _pass(strategy: str, codec: str, m: int) -> passes.Pass:
 
 @functools.cache
 def _code(strategy: str, codec: str, batch: int) -> Code:
-    """Of a pass of so many rows of x."""
+    """The machine code of a pass of so many rows of x."""
     return kernels.compile_pass(_pass(strategy, codec, max(batch, 1)))
 
 

@@ -1,4 +1,4 @@
-"""What a model's own head for later tokens saves: small models that are trained with one first.
+"""Speed by a model's own head for later tokens: small models that are trained with one first.
 
 Trained byte by byte on the modules of Python's standard library, by AdamW on the device of the run:
 a model of full attention, and one whose layers but each fourth are gated delta rules. The head is
@@ -59,7 +59,7 @@ _NAMES = {
 
 
 def sizes_of(hidden: int) -> dict[str, Any]:
-    """Those of a model that is trained, with so wide rows."""
+    """The sizes of a model that is trained, by its hidden size."""
     return _SIZES | {
         **{"hidden_size": hidden, "intermediate_size": 3 * hidden},
         **{"num_attention_heads": hidden // 64, "num_key_value_heads": hidden // 256},
@@ -83,7 +83,7 @@ class Told(Mtp):
         self._told, self._right, self._draws = list[int](), right, torch.Generator().manual_seed(0)
 
     def tell(self, sequence: Tensor) -> None:
-        """What comes, int64 [T]."""
+        """Set the text that comes, int64 [T]."""
         self._told = sequence.tolist()
 
     def propose(self, most: int) -> Tensor:
@@ -133,7 +133,7 @@ def untrained(kind: str, sizes: dict[str, Any], dtype: torch.dtype) -> tuple[Any
 
 
 def losses(model: Any, head: MtpHead, ids: Tensor) -> Tensor:
-    """Of the model's next token, and of the head's DEPTH tokens behind that."""
+    """The loss of the model's next token and of the head's DEPTH tokens behind it."""
     found = nn.functional.cross_entropy
 
     def loss(hidden: Tensor, ahead: int) -> Tensor:
@@ -189,7 +189,7 @@ def train(kind: str, path: Path, ids: Tensor, run: Run) -> None:
 
 
 def measured(kind: str, path: Path, ids: Tensor, run: Run) -> Iterator[Record]:
-    """Of a trained model, in each format."""
+    """Records of a trained model, in each format."""
     from transformers import AutoModelForCausalLM
 
     for format in run.args.formats.split(","):

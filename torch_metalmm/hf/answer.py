@@ -93,7 +93,7 @@ def _draws_ahead(device: torch.device) -> bool:
 
 
 def _generator_state(device: torch.device, state: Tensor | None = None) -> Tensor:
-    """That of the device's default generator, which gets `state` where there is one."""
+    """The state of the device's default generator, which gets `state` where there is one."""
     module: Any = torch.random if device.type == "cpu" else torch.get_device_module(device)
     which = (device,) if device.type == "cuda" else ()
     if state is not None:
@@ -127,7 +127,7 @@ class Copied:
         self._event.record()
 
     def on_host(self) -> list[Tensor]:
-        """What is chosen and, if it was drawn, the weights."""
+        """The chosen tokens and, if they were drawn, their weights."""
         if self._event is not None:
             self._event.synchronize()
         return self._parts
@@ -188,8 +188,8 @@ class Answer:
 
 
 def _last_tokens(criteria: Any) -> frozenset[int] | None:
-    """Those that end an answer, where nothing but these and its length does: asked without a tensor
-    (1 us for 20 of a token). None: the criteria are to be asked."""
+    """The tokens that end an answer, where these and its length alone do: asked without a tensor,
+    1 us in place of 20 a token. None: the criteria are to be asked."""
     found: list[int] = []
     for each in criteria:
         if type(each) is EosTokenCriteria:

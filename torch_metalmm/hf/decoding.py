@@ -33,7 +33,7 @@ from .mtp import Mtp
 _ONE_EACH = (GenerationMode.GREEDY_SEARCH, GenerationMode.SAMPLE)
 _BEAMS = (GenerationMode.BEAM_SEARCH, GenerationMode.BEAM_SAMPLE)
 Processors = Callable[[Tensor, Tensor], Tensor]
-# Where a model has one of its own, a step is what that says: long rotary factors read all anew.
+# Methods that define a model's steps; those of a model's own may read all tokens anew.
 _OWN = ("prepare_inputs_for_generation", "_update_model_kwargs_for_generation")
 # Arguments of generate() that this loop knows how to give to a step.
 _KNOWN = frozenset((*NAMES, "attention_mask", "position_ids", "use_cache", "logits_to_keep"))
@@ -111,7 +111,7 @@ def decode(
     while not is_over:
         token = chooser.choose(steps.logits[:, -1]) if token is None else token
         copied = Copied(token)
-        # Of the last token that there is room for no step is needed.
+        # The last token that there is room for needs no step.
         queued = is_late and not answer.is_last() and (drafts is None or drafts.is_resting())
         if queued:
             steps.advance(token.chosen)
@@ -254,7 +254,7 @@ class _Steps:
 
 
 class _Drafts:
-    """What is drafted behind each token of one text, and the steps that read it."""
+    """Drafts behind the tokens of one text, and the steps that read them."""
 
     _REST = 2  # tokens without a draft, from which on steps are queued before a token is read
 
@@ -274,9 +274,8 @@ class _Drafts:
         return self._idle >= self._REST
 
     def follow(self, token: int, answer: Answer, queued: bool) -> Tensor | None:
-        """What is drafted behind the token that a step has brought, int64 [n]; none of it would be
-        behind the last token that there is room for. queued: the next step is, already, and has no
-        draft."""
+        """The draft behind the token that a step has brought, int64 [n] or None; no draft holds the
+        last token that there is room for. queued: the next step is queued, without a draft."""
         self._timed()
         self._drafter.add(token)
         self._last, self._kind = token, self._drafter.kind()
@@ -284,12 +283,12 @@ class _Drafts:
         if self._kind is not None:
             most = self._pace.count(self._kind, MOST if room is None else max(0, room - 2))
         self._idle = 0 if most else self._idle + 1
-        # What decoding without drafts takes: where a step can be queued, one that was.
+        # Steps of one row are timed as those without drafts: queued, where that is possible.
         self._rows = 1 if queued or not self._is_late else 0
         return torch.as_tensor(self._drafter.propose(most)) if most and not queued else None
 
     def _timed(self) -> None:
-        """Of the step that has ended, whose time is that from one token that is read to another."""
+        """Tell the pace the time of the step that has ended: from one token read to another."""
         now = time.perf_counter()
         if self._rows:
             self._pace.took(self._rows, now - self._begun, firsts.count > self._firsts)
@@ -333,8 +332,8 @@ class _Drafts:
 
 
 def drafter_of(draft: Any, model: Any) -> Drafter:
-    """That of an argument `draft`: "lookup", a model, an MtpHead, or a Drafter. ValueError: none of
-    these, or a model of more tokens than the model knows."""
+    """The Drafter of an argument `draft`: "lookup", a model, an MtpHead, a Drafter. ValueError:
+    none of these, or a model of more tokens than the model knows."""
     if draft == "lookup":
         return Lookup()
     if isinstance(draft, MtpHead):

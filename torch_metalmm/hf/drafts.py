@@ -33,13 +33,13 @@ class Drafter(Protocol):
     """Proposes what follows one text."""
 
     def begin(self, tokens: list[int]) -> None:
-        """Of a text that begins with these."""
+        """Start a text that begins with these tokens."""
 
     def add(self, token: int) -> None:
         """The text's next token."""
 
     def kind(self) -> Hashable | None:
-        """What proposals here have in common with others, by which the share of right ones is
+        """The kind of the proposals at this place of the text, for which the share of right ones is
         counted; None: nothing can be proposed."""
 
     def propose(self, most: int) -> list[int] | Tensor:
@@ -52,7 +52,7 @@ class Reads(Drafter, Protocol):
     """A Drafter that reads its text, which takes time."""
 
     def known(self, tokens: list[int]) -> int:
-        """How many of these it has read, from the first one on."""
+        """The number of these tokens that it has read, from the first one on."""
 
     def catch_up(self, most: int) -> bool:
         """Read so many tokens where many are left; whether there were but few."""
@@ -97,7 +97,7 @@ class Lookup:
         self.read(tokens)
 
     def read(self, tokens: list[int]) -> None:
-        """Of the whole text, of which a beginning is known."""
+        """Read the rest of this text, whose beginning is known."""
         for token in tokens[len(self._tokens) :]:
             self.add(token)
 
@@ -219,8 +219,8 @@ class SmallModel:
 
 
 class Times:
-    """How long takes what is done again and again: the median of the last times, but for those of
-    steps that are recorded, replayed first, or captured, and of two more."""
+    """Time of a step that is taken again and again: the median of the last ones, without steps that
+    are recorded, replayed first, or captured, and without two more."""
 
     _UNTIMED, _TIMED = 2, 9
 
@@ -288,11 +288,11 @@ class Pace:
         return max(self._HOPED, self.accepted / max(1, self._tries))
 
     def _seconds(self, rows: int) -> float:
-        """Of a step of so many rows and its draft; 0: not known."""
+        """Seconds of a step of so many rows, with its draft; 0: not known."""
         return self._steps[rows].known(self._LEAST) if rows in self._steps else 0.0
 
     def _of(self, rows: int) -> float:
-        """The same, also before such a step has been timed."""
+        """Seconds as _seconds(), guessed before such a step has been timed."""
         near = next(m for m in range(rows, 0, -1) if self._seconds(m))
         return self._seconds(near) * (1 + self._ROW * (rows - near))
 

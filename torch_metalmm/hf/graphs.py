@@ -71,7 +71,7 @@ class _Looks(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return out
 
 
-# By type of device. MPS gets its own here when torch has released one (pull request 189019).
+# Graphs by type of device. MPS gets its own when torch has released one (pull request 189019).
 GRAPHS: dict[str, type[CudaGraph]] = {"cuda": CudaGraph}
 
 

@@ -67,7 +67,7 @@ class _Step:
         self.hidden: LastHidden | None = None  # whose rows the list gives, too
         self.again: Again | None = None  # its recurrent ops, with the list's tensors
         self.backs: dict[int, Runs] = {}  # these for so many rows
-        # By the steps in a chain that begins with this one: (the others, the chain).
+        # Chains that begin with this step, by their length: (the kind of the others, the chain).
         self.chains: dict[int, tuple[_Step, Runs]] = {}
         self.run: Runs | None = None
         self.addresses: list[tuple[Tensor, int]] = []  # that code of Python has read
@@ -145,7 +145,7 @@ class _Recorded(TorchFunctionMode):
 
 
 class _Output:
-    """What a model returns, made from what one of its kind holds: 1 us in place of 15, in which
+    """The output of a model, made from the fields of one of its kind: 1 us in place of 15, in which
     transformers goes through all fields of the dataclass for each of them."""
 
     def __init__(self, kind: Any, cache: str) -> None:
@@ -178,7 +178,7 @@ class Replayed(StandIn):
         signature = inspect.signature(forward)
         self.__signature__, self._first = signature, next(iter(signature.parameters), "")
         self.why, self.replays = "no step on a PackedCache has been computed", 0
-        # Of each cache the kinds of steps, the one that was taken last at the end.
+        # The kinds of steps of each cache, the one that was taken last at the end.
         self._caches: WeakKeyDictionary[Any, OrderedDict[Any, _Step]] = WeakKeyDictionary()
 
     def __getstate__(self) -> dict[str, Any]:
@@ -310,7 +310,7 @@ class Replayed(StandIn):
             if step.again is not None:
                 step.again.calls.clear()  # of the recording
             return self.original(**kwargs)
-        # What code of Python may have read must differ, else the two agree in what follows from it.
+        # Numbers that code of Python may have read must differ, else what follows from them agrees.
         place, step.place = step.place, step.cache.place
         if step.recorded == 0 or all(map(ne, place, step.place)):
             step.recorded += 1
@@ -388,7 +388,7 @@ def _is_full(mask: Tensor, cache: Any, ids: Tensor) -> bool:
 
 
 def _unlike(out: Any, cache: Any) -> str:
-    """What the model returned beside logits and the cache."""
+    """Names of the outputs beside logits and the cache, as a refusal."""
     if not hasattr(out, "keys"):
         return f"the model returns a {type(out).__name__}"
     others = [n for n in out if n != "logits" and n not in NAMES]
@@ -420,7 +420,7 @@ def explain(model: Any) -> str:
 
 
 def _line(step: _Step) -> str:
-    """What is known of one kind of step."""
+    """A line about one kind of step."""
     sequences, tokens = step.ids.shape
     what = f"{sequences} x {tokens} tokens on {step.ids.device}: "
     if step.why:

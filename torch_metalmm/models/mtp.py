@@ -33,8 +33,8 @@ class Logits(OrderedDict[str, Any]):
 
 
 class Given:
-    """What a head's step reads, in memory that stays, by which the step can be replayed: the
-    model's rows of up to MOST tokens, and all of a step of one token behind the last one."""
+    """Inputs of a head's steps in memory that stays, so that steps can be replayed: the model's rows
+    of up to MOST tokens, and all that a step of one token behind the last step reads."""
 
     def __init__(self) -> None:
         self._memory: dict[Any, Tensor] = {}
@@ -102,7 +102,7 @@ class MtpHead(nn.Module):
 
     @property
     def dtype(self) -> torch.dtype:
-        """Of the activations."""
+        """The dtype of the activations."""
         return self.block.dtype
 
     def get_decoder(self) -> Any:

@@ -44,7 +44,7 @@ class Again:
             call(state[texts], *(t[texts, :count] for t in rows))
 
     def shown(self) -> list[Tensor]:
-        """What the calls read of the step."""
+        """The tensors of the step that the calls read."""
         return [t for _, rows, _ in self.calls for t in rows]
 
     def of(self, shown: Sequence[Tensor]) -> Again:

@@ -190,7 +190,7 @@ class GatedMLP:
     cut: float = 0.0
 
     def entered(self, gate: Tensor) -> Tensor:
-        """What act is given."""
+        """The argument of act, by this gate."""
         if self.cut:
             std, mean = torch.std_mean(gate, -1, correction=0, keepdim=True)
             gate = torch.relu(gate - torch.add(mean, std, alpha=self.cut))

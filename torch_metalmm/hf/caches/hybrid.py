@@ -40,7 +40,7 @@ class HybridPackedLayer(LinearAttentionLayer, PackedLayer):  # type: ignore[misc
         LinearAttentionLayer.__init__(self, number_of_states=number_of_states)
 
     def lazy_initialization(self, *rows: Tensor, **states: Any) -> None:  # type: ignore[override]
-        """Of keys and values, or of states by their names."""
+        """Make the memory of keys and values, or of states by their names."""
         if rows:
             PackedLayer.lazy_initialization(self, *rows)
         else:
@@ -71,19 +71,19 @@ def crop_rows(layers: Iterable[Any], count: int) -> None:
 
 
 class States:
-    """What recurrent layers hold before a step, to go back to: no row can be taken from a state.
+    """States of recurrent layers before a step, to go back to: no row can be taken from a state.
 
     again: what notes the step's recurrent ops (nn.again.noted); None: no layer is recurrent.
     """
 
     def __init__(self, layers: Iterable[Any] = ()) -> None:
         self._states: list[Tensor] = []
-        # Of each dtype (the states, their values): a GPU copies such in few launches.
+        # (the states, their values) of each dtype: a GPU copies such in few launches.
         self._kept: list[tuple[list[Tensor], list[Tensor]]] = []
         self.take(layers)
 
     def take(self, layers: Iterable[Any]) -> None:
-        """What they hold now, in the memory of what they held before."""
+        """Keep the states as they are now, in the memory of those that were kept before."""
         states = states_of(layers)
         if len(states) == len(self._states) and all(map(is_, states, self._states)):
             for held, values in self._kept:
@@ -98,7 +98,7 @@ class States:
         self.again = Again() if states else None
 
     def restore(self, texts: slice = ALL) -> None:
-        """Of these sequences of the step."""
+        """Bring back the states of these sequences of the step."""
         for held, values in self._kept:
             if texts == ALL:
                 torch._foreach_copy_(held, values)
@@ -107,8 +107,8 @@ class States:
                     state[texts].copy_(value[texts])
 
     def go_back(self, count: int, texts: slice = ALL) -> bool:
-        """Of these sequences, to the states behind the first `count` rows of the step; False: to
-        those before it, as not all ops that moved them are known."""
+        """Bring the states of these sequences to those behind the first `count` rows of the step;
+        False: to those before the step, as not all ops that moved them are known."""
         self.restore(texts)
         if self.again is None:
             return True

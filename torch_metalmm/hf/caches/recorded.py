@@ -1,4 +1,4 @@
-"""What of a cache changes from step to step, in memory that stays: for steps that are recorded.
+"""The numbers of a cache that change from step to step, in memory that stays, for recorded steps.
 
 A kind of cache has a class here. `refusal` says why the next step may not be recorded, or ""; an
 object is of the steps of one `key`. `reads` is asked at every step: whether the cache is as
@@ -26,14 +26,14 @@ _KNOWN = _ROWS | _STATES | {DummyLayer}
 
 
 class PackedStep:
-    """Of a PackedCache: the slots and the length of its layers, and the position."""
+    """A PackedCache's numbers: the slots and the length of its layers, and the position."""
 
     def __init__(self, cache: Any, count: int, device: torch.device) -> None:
         self.count = count
         self._layers = list(cache.layers)
         rows = self._with_rows = _with_rows(cache)
         self.fixed = Fixed(count, device, {_window(layer) for layer in rows})
-        # Of each: the first layer of its window, whose rows lie in the same slots.
+        # Each with the first layer of its window, whose rows lie in the same slots.
         firsts = {_window(layer): layer for layer in reversed(rows)}
         self._rows = [
             (layer, firsts[_window(layer)], layer.keys, layer.values, layer.keys.shape[2] - count)
@@ -152,7 +152,7 @@ def _window(layer: Any) -> int:
 
 
 class PagedStep:
-    """Of a PagedCache: the slots, lengths and pages of its texts."""
+    """A PagedCache's numbers: the slots, lengths and pages of its texts."""
 
     place = ()  # no code of Python sees what changes but the key
 

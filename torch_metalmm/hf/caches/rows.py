@@ -64,7 +64,7 @@ class Slots:
         return found
 
     def length(self, rows: Tensor) -> Tensor:
-        """That of rows [B, kv_heads, T, row] which are all filled."""
+        """The length of rows [B, kv_heads, T, row] which are all filled."""
         return self.of(rows.shape[2], 0, rows.device)[1]
 
     def _part(self, first: int, end: int, device: torch.device) -> tuple[Tensor, Tensor]:
@@ -94,11 +94,11 @@ class Fixed:
             self.position = self._memory[0]
             slots = self._memory[1:].view(len(names), count + 1)
         self._slots = dict(zip(names, slots, strict=True))
-        # What the tensors hold; -1 while they are written.
+        # The numbers in the tensors; -1 while they are written.
         self.first, self.ends = 0, dict.fromkeys(names, 0)
 
     def of(self, key: Any, window: int) -> tuple[Tensor, Tensor] | None:
-        """Those of layers of this window, where Slots.of is asked for them."""
+        """(slots, length) of layers of this window, where Slots.of is asked for them."""
         both = self._slots.get(window)
         if both is None or key != (self.ends[window], self.count, self.device):
             return None
