@@ -33,8 +33,8 @@ class Logits(OrderedDict[str, Any]):
 
 
 class Given:
-    """Inputs of a head's steps in memory that stays, so that steps can be replayed: the model's rows
-    of up to MOST tokens, and all that a step of one token behind the last step reads."""
+    """Inputs of a head's steps in memory that stays, so that steps can be replayed: rows of the
+    model for up to MOST tokens, and all that a step of one token behind the last step reads."""
 
     def __init__(self) -> None:
         self._memory: dict[Any, Tensor] = {}
