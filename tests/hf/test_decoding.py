@@ -13,6 +13,7 @@ from torch import Tensor
 from transformers import DynamicCache, StoppingCriteriaList
 from transformers.generation import utils
 
+from bench.models.families import new_model
 from torch_metalmm import PackedCache
 from torch_metalmm.hf import decoding
 from torch_metalmm.hf.decoding import decode
@@ -66,6 +67,17 @@ def test_sequences_are_those_of_transformers(given: dict[str, Any], batch: int, 
     assert got.shape[1] < 5 + NEW
     got, want = both(model, prompt, how, repetition_penalty=1.5, min_new_tokens=3, **given)
     assert torch.equal(got, want)  # which read the tokens before
+
+
+@pytest.mark.parametrize("first", [0, 5])
+def test_positions_are_those_that_generate_is_given(first: int) -> None:
+    """RoBERTa, left to itself, counts from another number on."""
+    config = {"hidden_size": 64, "num_attention_heads": 2, "intermediate_size": 64}
+    model = new_model("roberta", config | {"num_hidden_layers": 1, "vocab_size": 96})
+    prompt, how = ids(2, 5), {"custom_generate": decode, "reads_late": False}
+    positions = {"position_ids": torch.arange(first, first + 5).expand(2, -1)}
+    got, want = both(model, prompt, how, do_sample=False, eos_token_id=None, **positions)
+    assert torch.equal(got, want)
 
 
 def test_steps_are_replayed() -> None:

@@ -207,14 +207,21 @@ class _Steps:
         self._all_logits = {n: 0 for n in kept}  # of each token of a step
         self._tokens = ids  # of the last step
         self._before = States()  # the last step that may be forgotten
-        self._positions: Tensor | None = given.get("position_ids")  # where they are others
+        self._positions: Tensor | None = given.get("position_ids")
+        self._end: int | None = None  # behind them, where they are those of the cache's rows
         if self._positions is not None:
             self._positions = self._positions[:, -ids.shape[1] :].expand(len(ids), -1)
-            held = cache.get_seq_length()
-            own = torch.arange(held, held + ids.shape[1], device=ids.device)
-            if bool((self._positions == own).all()):  # those that the model makes itself
-                self._positions = None
+            held, self._numbers = int(cache.get_seq_length()), ids.new_empty(0)
+            if bool((self._positions == self._counted(held, ids.shape[1])).all()):
+                self._end = held + ids.shape[1]
         self.logits = self._forward(ids, {})
+
+    def _counted(self, first: int, count: int) -> Tensor:
+        """first, first + 1, ...: int64 [count], a part of one tensor that grows, as a launch for
+        each step would cost more than the copy."""
+        if len(self._numbers) < first + count:
+            self._numbers = torch.arange(2 * (first + count), device=self._numbers.device)
+        return self._numbers[first : first + count]
 
     def _forward(self, ids: Tensor, others: dict[str, Any]) -> Tensor:
         if self._positions is not None:
@@ -229,14 +236,18 @@ class _Steps:
     def advance(self, tokens: Tensor, may_forget: bool = False) -> None:
         """Queue the step of these tokens [B] or [B, S], of which forget() may forget the last."""
         tokens = (tokens if tokens.dim() == 2 else tokens[:, None]).to(self.logits.device)
-        if self._positions is not None:
-            more = torch.arange(1, tokens.shape[1] + 1, device=tokens.device)
+        count = tokens.shape[1]
+        if self._end is not None:
+            self._positions = self._counted(self._end, count).expand(len(tokens), -1)
+            self._end += count
+        elif self._positions is not None:
+            more = torch.arange(1, count + 1, device=tokens.device)
             self._positions = self._positions[:, -1:] + more
         self._tokens = tokens
         if may_forget:
             self._before.take(self._cache.layers)
         with noted(self._before.again if may_forget else None):
-            self.logits = self._forward(tokens, self._all_logits if tokens.shape[1] > 1 else {})
+            self.logits = self._forward(tokens, self._all_logits if count > 1 else {})
 
     def forget(self, count: int) -> None:
         """The last so many tokens of the step, of which one stays."""
@@ -244,6 +255,8 @@ class _Steps:
             return
         if self._positions is not None:
             self._positions = self._positions[:, :-count]
+        if self._end is not None:
+            self._end -= count
         if self._before.again is None:
             self._cache.crop(-count)
             return
