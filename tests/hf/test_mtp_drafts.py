@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import copy
+import gc
 import random
+import weakref
 from collections.abc import Hashable
 from pathlib import Path
 from typing import Any
@@ -18,6 +21,7 @@ from transformers import DynamicCache
 
 from torch_metalmm import PackedCache, fuse_, load_mtp, quantize_
 from torch_metalmm.hf import graphs
+from torch_metalmm.hf.caches import layers
 from torch_metalmm.hf.drafts import ROWS
 from torch_metalmm.hf.mtp import Mtp
 from torch_metalmm.nn.exact import MOST
@@ -106,6 +110,33 @@ def test_a_proposal_is_one_chain(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     assert {rows for rows, *_ in chains} == set(ROWS)
     assert {count for _, count, _ in chains} == {3, 7}
     assert sum(chain.graph is not None for *_, chain in chains) > 2
+    cache = weakref.ref(draft._cache)
+    del draft
+    gc.collect()
+    assert cache() is None
+
+
+def test_a_chain_has_room(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where the cache of the head is full within it, its steps are computed one by one."""
+    monkeypatch.setattr(layers, "FIRST", 16)
+    monkeypatch.setattr(PackedCache, "expect", lambda *_: None)
+    model, head = pair("glm4_moe", tmp_path)
+    draft, prompt, how = Seen(model, head), ids(1, 9), GREEDY | {"max_new_tokens": 70}
+    slots = list[int]()
+    for most in (3, 7):
+        got = answer(model, prompt, draft=draft, pace=Fixed(most), **how)
+        assert torch.equal(got, answer(model, prompt, **how))
+        slots.append(draft._cache.layers[0].keys.shape[2])
+    assert slots == [128, 128] and any(kind.chains for kind in steps_of(head).kinds())
+    draft.check()
+
+
+def test_a_head_that_was_called_with_gradients_is_copied(tmp_path: Path) -> None:
+    head = pair("glm4_moe", tmp_path)[1]
+    rows = torch.randn(1, 1, head.config.hidden_size)
+    step(head, ids(1, 1), rows, DynamicCache(config=head.block.config), torch.tensor([[0]]))
+    copied = copy.deepcopy(head)
+    assert torch.equal(copied.given.likeliest(), head.given.likeliest())
 
 
 class Resting(Fixed):

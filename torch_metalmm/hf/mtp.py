@@ -134,14 +134,14 @@ class Mtp:
             with exact_rows(tokens.shape[1] <= MOST):  # by the fewest ops
                 if most > 1 and steps is not None and given.left() is not None:
                     given.take(rows)
-                    found = steps.chained(first, self._next(), most, self._likeliest)
+                    found = steps.chained(first, self._next(), most, given.likeliest)
                 if found is None:
                     given.take(rows)
                     self.head(**first)
-                    found = self._likeliest()
+                    found = given.likeliest()
                     while found.shape[1] < most:
                         self.head(**self._next())
-                        found = torch.cat([found, self._likeliest()], 1)
+                        found = torch.cat([found, given.likeliest()], 1)
         except BaseException:  # within the layer, whose rows may be half there
             self._cache.reset()
             self._first = self._read = self._known = len(self._tokens) - 1
@@ -153,6 +153,3 @@ class Mtp:
         """The arguments of the step behind the last one."""
         token, position = self.head.given.left()  # type: ignore[misc]
         return {"input_ids": token, "position_ids": position, "cache": self._cache}
-
-    def _likeliest(self) -> Tensor:
-        return self.head.given.left()[0].clone()  # type: ignore[index]

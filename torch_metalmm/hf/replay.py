@@ -215,16 +215,17 @@ class Replayed(StandIn):
         that each step writes for the next; what `seen` gives, [1, 1], behind each. None, before any
         step: they are not all recorded, or without room.
 
-        What fails within leaves the cache with rows of some of the steps.
+        What fails within leaves the cache with rows of some of the steps. `seen` is kept with the
+        cache's recordings: what refers to the cache would keep both for ever.
         """
         try:
             cache, begin = self._filled((), first)
-            if begin.recorded < 2:
+            if begin.recorded < 2 or not begin.cache.has_room(count - 1):
                 return None
             begin.cache.done(cache)
             try:
                 _, step = self._filled((), then)
-                is_ready = step.recorded == 2 and step.cache.has_room(count - 1)
+                is_ready = step.recorded == 2
             except Refused:
                 is_ready = False
             if not is_ready:
@@ -233,9 +234,10 @@ class Replayed(StandIn):
         except Refused:
             return None
         if begin.chains.get(count, (None,))[0] is not step:
+            begins = begin.native.run
 
             def run() -> list[Tensor]:
-                begin.native.run()
+                begins()
                 found = [seen()]
                 for i in range(1, count):
                     if i > 1:
@@ -249,9 +251,9 @@ class Replayed(StandIn):
             (found,) = begin.chains[count][1]()
         for each in (begin, *[step] * (count - 1)):
             each.replays += 1
-            self.replays += 1
             if each is step:
                 step.cache.done(cache)
+        self.replays, self.why = self.replays + count, ""
         return found
 
     def _filled(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, _Step]:

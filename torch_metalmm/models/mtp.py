@@ -60,7 +60,7 @@ class Given:
                 self._next = torch.empty_like(token), torch.empty_like(position)
             for each in self._next:
                 each.stays = True  # type: ignore[attr-defined]
-        self._row = self._memory_of(row).copy_(row)
+        self._row = self._memory_of(row).copy_(row.detach())
         self._next[0].copy_(token)
         self._next[1].copy_(position)
 
@@ -70,6 +70,10 @@ class Given:
         if self._next is not None:
             self.rows = self._row
         return self._next
+
+    def likeliest(self) -> Tensor:
+        """The token [1, 1] that the last step has left, in memory of its own."""
+        return self._next[0].clone()  # type: ignore[index]
 
 
 def check_own(head: object, model: Any) -> None:

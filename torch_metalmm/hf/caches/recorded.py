@@ -88,10 +88,9 @@ class PackedStep:
             and all(_has_states(x) and not x.record_past for x in self._with_states)
         )
 
-    def has_room(self, steps: int) -> bool:
-        """For so many of them, one behind the other."""
-        rows = (steps - 1) * self.count
-        return all(x.end + rows <= most and not x.is_chunked for x, *_, most in self._rows)
+    def has_room(self, more: int) -> bool:
+        """For the step and so many rows behind it, none of which moves others."""
+        return all(x.end + more <= most and not x.is_chunked for x, *_, most in self._rows)
 
     def fill(self, cache: Any) -> None:
         """For the cache's next step."""
