@@ -12,6 +12,7 @@ from replay_pair import held, steps_of
 from torch import Tensor
 from transformers import DynamicCache, StoppingCriteriaList
 from transformers.generation import utils
+from transformers.generation.stopping_criteria import EosTokenCriteria, MaxLengthCriteria
 
 from bench.models.families import new_model
 from torch_metalmm import PackedCache
@@ -78,6 +79,17 @@ def test_positions_are_those_that_generate_is_given(first: int) -> None:
     positions = {"position_ids": torch.arange(first, first + 5).expand(2, -1)}
     got, want = both(model, prompt, how, do_sample=False, eos_token_id=None, **positions)
     assert torch.equal(got, want)
+
+
+def test_criteria_that_are_asked_without_a_tensor() -> None:
+    """The shortest of two lengths; an end without a dimension."""
+    model, how = model_of(), {"custom_generate": decode}
+    end = int(both(model, ids(1, 5), how, do_sample=False)[0][0, 9])
+    lengths = [MaxLengthCriteria(5 + NEW), MaxLengthCriteria(11)]
+    for criteria in (lengths, [EosTokenCriteria(torch.tensor(end))]):
+        given = {"stopping_criteria": StoppingCriteriaList(criteria), "do_sample": False}
+        got, want = both(model, ids(1, 5), how, **given)
+        assert torch.equal(got, want) and got.shape[1] <= 11
 
 
 def test_steps_are_replayed() -> None:

@@ -22,8 +22,8 @@ from transformers import DynamicCache, StoppingCriteriaList
 from torch_metalmm import PackedCache
 from torch_metalmm.hf import answer as hf_answer
 from torch_metalmm.hf import graphs
-from torch_metalmm.hf.answer import Chooser
-from torch_metalmm.hf.caches.hybrid import states_of
+from torch_metalmm.hf.answer import Chooser, Copied
+from torch_metalmm.hf.caches.hybrid import States, states_of
 from torch_metalmm.hf.decoding import _Steps, decode, drafter_of
 from torch_metalmm.hf.drafts import Lookup, Pace, SmallModel
 from torch_metalmm.models.cache_argument import cache_of_generate
@@ -47,6 +47,10 @@ KINDS: dict[str, dict[str, Any]] = {
 def model_of(kind: str = "llama") -> Any:
     heads = {} if kind in ("lfm2", "granitemoehybrid") else {"head_dim": 32}
     return fused(kind, "f32", max_position_embeddings=256, **heads, **KINDS[kind])
+
+
+def interrupted(*_: Any, **__: Any) -> Any:
+    raise KeyboardInterrupt
 
 
 def answer(model: Any, prompt: Tensor, cache: Any = None, **how: Any) -> Tensor:
@@ -131,6 +135,21 @@ def test_states_go_back_by_a_graph(monkeypatch: pytest.MonkeyPatch) -> None:
     assert any(back.graph is not None for back in backs.values())
 
 
+def test_states_whose_copies_were_interrupted(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = model_of("qwen3_5_text")
+    cache, states = PackedCache(model.config, "f32"), States()
+    answer(model, ids(1, 9), cache, **GREEDY)
+    with monkeypatch.context() as patched, pytest.raises(KeyboardInterrupt):
+        patched.setattr(Tensor, "clone", interrupted)
+        states.take(cache.layers)
+    states.take(cache.layers)
+    held, want = states_of(cache.layers), [t.clone() for t in states_of(cache.layers)]
+    for each in held:
+        each.zero_()
+    states.restore()
+    assert all(map(torch.equal, held, want))
+
+
 def test_states_of_layers_that_are_not_fused() -> None:
     """They go on from before a step by reading its right tokens again."""
     kind = "qwen3_5_text"
@@ -210,6 +229,27 @@ def test_what_raises_leaves_the_rows_of_the_tokens_before() -> None:
     assert cache.get_seq_length() == 12
     longer = torch.cat([want[:, :13], ids(1, 2)], 1)
     assert torch.equal(answer(model, longer, cache, **GREEDY), answer(model, longer, **GREEDY))
+
+
+@pytest.mark.parametrize("kind", ("llama", "qwen3_5_text"))
+def test_an_interrupt_where_the_host_waits_for_a_draft(
+    kind: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It leaves the rows of the tokens before."""
+    model, prompt = model_of(kind), ids(1, 9)
+    want, cache = answer(model, prompt, **GREEDY), PackedCache(model.config, "f32")
+    advance = _Steps.advance
+
+    def interrupting(self: _Steps, tokens: Tensor, may_forget: bool = False) -> None:
+        advance(self, tokens, may_forget)
+        monkeypatch.setattr(Copied, "read", interrupted)
+
+    monkeypatch.setattr(_Steps, "advance", interrupting)
+    with pytest.raises(KeyboardInterrupt):
+        answer(model, prompt, cache, draft=Told(want[0].tolist(), 2), pace=Fixed(7), **GREEDY)
+    monkeypatch.undo()
+    assert cache.get_seq_length() == 10
+    assert torch.equal(answer(model, want[:, :11], cache, **GREEDY)[:, : 9 + NEW], want)
 
 
 @pytest.mark.parametrize("kind", ("llama", "qwen3_5_text", "lfm2", "granitemoehybrid"))

@@ -148,7 +148,8 @@ class Answer:
         self._tokens = _Growing(ids.cpu())
         self._is_open = torch.ones(len(ids), dtype=torch.bool)
         self._opened: Tensor | None = None  # this on the device, once a sequence is over
-        self._most = criteria.max_length
+        lengths = [each.max_length for each in criteria if isinstance(each, MaxLengthCriteria)]
+        self._most = min(lengths, default=None)
         self._last = _last_tokens(criteria) if len(ids) == 1 else None
         ends = any(hasattr(each, "eos_token_id") for each in criteria)
         pad = getattr(config, "_pad_token_tensor", None)
@@ -193,7 +194,7 @@ def _last_tokens(criteria: Any) -> frozenset[int] | None:
     found: list[int] = []
     for each in criteria:
         if type(each) is EosTokenCriteria:
-            found += each.eos_token_id.tolist()
+            found += each.eos_token_id.flatten().tolist()
         elif type(each) is not MaxLengthCriteria or _warns(each):
             return None
     return frozenset(found)

@@ -313,17 +313,17 @@ class _Drafts:
         """One step of the last token and of those: what is chosen behind the right ones, which the
         answer has taken; None: it is over. The host sees them while the device computes the step.
         """
-        device = steps.logits.device
+        device, count, right, is_over = steps.logits.device, len(drafted), 0, False
         copied = Copied(Token(drafted, None))
         last = torch.full((1,), self._last, device=device)
         with exact_rows(self._exact):
             steps.advance(torch.cat([last, drafted.to(device)])[None], may_forget=True)
-            expected, right, is_over = copied.read().tolist(), 0, False
             token: Token | None = None
             tokens = chooser.of_rows(steps.logits)
             try:
+                expected = copied.read().tolist()
                 for token in tokens:
-                    if right == len(expected):
+                    if right == count:
                         break
                     read = Copied(token).read()
                     if int(read) != expected[right]:
@@ -335,12 +335,12 @@ class _Drafts:
                     right += 1
             finally:
                 tokens.close()
-                steps.forget(len(expected) - right)
-        self._rows = 1 + len(expected)
+                steps.forget(count - right)
+        self._rows = 1 + count
         self._timed()
         if is_over:
             return None
-        self._pace.saw(self._kind, len(expected), right)
+        self._pace.saw(self._kind, count, right)
         return token
 
 

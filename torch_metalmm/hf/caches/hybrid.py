@@ -92,9 +92,9 @@ class States:
             by_dtype: dict[torch.dtype, list[Tensor]] = {}
             for state in states:
                 by_dtype.setdefault(state.dtype, []).append(state)
-            self._states = states
             with lasting():
                 self._kept = [(held, [s.clone() for s in held]) for held in by_dtype.values()]
+            self._states = states  # last: what is interrupted before is done anew
         self.again = Again() if states else None
 
     def restore(self, texts: slice = ALL) -> None:
