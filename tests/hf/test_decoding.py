@@ -14,7 +14,6 @@ from transformers import DynamicCache, StoppingCriteriaList
 from transformers.generation import utils
 from transformers.generation.stopping_criteria import EosTokenCriteria, MaxLengthCriteria
 
-from bench.models.families import new_model
 from torch_metalmm import PackedCache
 from torch_metalmm.hf import decoding
 from torch_metalmm.hf.decoding import decode
@@ -73,11 +72,11 @@ def test_sequences_are_those_of_transformers(given: dict[str, Any], batch: int, 
 @pytest.mark.parametrize("first", [0, 5])
 def test_positions_are_those_that_generate_is_given(first: int) -> None:
     """RoBERTa, left to itself, counts from another number on."""
-    config = {"hidden_size": 64, "num_attention_heads": 2, "intermediate_size": 64}
-    model = new_model("roberta", config | {"num_hidden_layers": 1, "vocab_size": 96})
+    model = small("roberta", is_decoder=True, pad_token_id=1, initializer_range=0.2)
     prompt, how = ids(2, 5), {"custom_generate": decode, "reads_late": False}
-    positions = {"position_ids": torch.arange(first, first + 5).expand(2, -1)}
-    got, want = both(model, prompt, how, do_sample=False, eos_token_id=None, **positions)
+    given = {"position_ids": torch.arange(first, first + 5).expand(2, -1)}
+    given |= {"attention_mask": torch.ones_like(prompt), "eos_token_id": None}
+    got, want = both(model, prompt, how, do_sample=False, **given)
     assert torch.equal(got, want)
 
 

@@ -60,7 +60,7 @@ class Given:
                 self._next = torch.empty_like(token), torch.empty_like(position)
             for each in self._next:
                 each.stays = True  # type: ignore[attr-defined]
-        self._row = self._memory_of(row).copy_(row.detach())
+        self._row = self._memory_of(row).copy_(row)
         self._next[0].copy_(token)
         self._next[1].copy_(position)
 
