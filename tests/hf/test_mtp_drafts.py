@@ -20,7 +20,7 @@ from transformers import DynamicCache
 
 from torch_metalmm import PackedCache, fuse_, load_mtp, quantize_
 from torch_metalmm.hf import graphs
-from torch_metalmm.hf.caches import layers
+from torch_metalmm.hf.caches import layers, rows
 from torch_metalmm.hf.drafts import ROWS
 from torch_metalmm.hf.mtp import Mtp
 from torch_metalmm.nn.exact import MOST
@@ -48,6 +48,7 @@ class Seen(Mtp):
     def propose(self, most: int) -> torch.Tensor:
         found = super().propose(most)
         self.proposals.append(([*self._tokens], found.tolist()))
+        assert self._cache.get_seq_length() == self._read - self._first + most - 1
         return found
 
     def check(self) -> None:
@@ -113,6 +114,25 @@ def test_a_proposal_is_one_chain(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     del draft
     gc.collect()
     assert cache() is None
+
+
+def test_an_interrupted_chain(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its slots have moved on, by a number that nobody knows: they are written anew."""
+    model, head = pair("glm4_moe", tmp_path)
+    draft, advance = Seen(model, head), rows.Fixed.advance
+
+    def late(self: rows.Fixed) -> None:
+        advance(self)
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patched, pytest.raises(KeyboardInterrupt):
+        patched.setattr(rows.Fixed, "advance", late)
+        answer(model, ids(1, 9), draft=draft, pace=Fixed(7), **GREEDY)
+    draft.proposals.clear()
+    prompt = ids(1, 9, seed=1)
+    got = answer(model, prompt, draft=draft, pace=Fixed(7), **GREEDY)
+    assert torch.equal(got, answer(model, prompt, **GREEDY))
+    draft.check()
 
 
 def test_a_chain_has_room(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
