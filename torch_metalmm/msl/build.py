@@ -292,11 +292,11 @@ def _host_libraries() -> list[str]:
     return sorted(set(found))
 
 
-def _link(library: Path, *compiled: Any) -> None:
-    """Compiles what _compile() is given and links it with the emulator."""
+def _link(library: Path, *given: Any) -> None:
+    """Compiles a text, given as to _compile(), and links it with the emulator."""
     with tempfile.TemporaryDirectory(dir=library.parent) as temporary:
         linked = Path(temporary) / library.name
-        objects = [str(_compile(Path(temporary), *compiled)), *runtime_objects()]
+        objects = [str(_compile(Path(temporary), *given)), *runtime_objects()]
         to = ("-shared", "-o", str(linked), *objects)
         libraries = _host_libraries()
         done = zig("ld.lld", "-z", "defs", *to, *libraries) if libraries else None
