@@ -202,7 +202,7 @@ enum TableBits : MM_U32 {
 enum RowBits : MM_U32 {
   kRowScale = 1,       // rows are rounded, then multiplied
   kRowFloatScale = 2,  // by an f32, whatever y is
-  kRowScales = 4       // a factor for each row of the table
+  kRowScales = 4       // a factor of each row
 };
 
 enum RouteBits : MM_U32 {

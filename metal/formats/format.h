@@ -1,4 +1,4 @@
-// The interface of formats and kernels: how a row is divided, and two ways to decode it.
+// Formats for kernels: how a row is divided, and two ways to decode it.
 //
 // A format is a struct of static functions (in Metal 4.1 an implicit `this` becomes generic; static
 // functions are immune), of constants, and of the structs that it is made of: Metal has no derived
