@@ -27,6 +27,7 @@ from torch_metalmm.hf.caches.hybrid import States, states_of
 from torch_metalmm.hf.decoding import _Steps, decode, drafter_of
 from torch_metalmm.hf.drafts import Lookup, Pace, SmallModel
 from torch_metalmm.models.cache_argument import cache_of_generate
+from torch_metalmm.nn.again import Again
 from torch_metalmm.testing import emulated
 
 NEW = 30
@@ -148,6 +149,13 @@ def test_states_whose_copies_were_interrupted(monkeypatch: pytest.MonkeyPatch) -
         each.zero_()
     states.restore()
     assert all(map(torch.equal, held, want))
+
+
+def test_states_that_no_known_call_has_moved() -> None:
+    again, moved, other = Again(), torch.zeros(1), torch.zeros(1)
+    again.calls.append((lambda state: state, (), moved))
+    assert again.moves([moved]) and not again.moves([moved, other])
+    assert not Again().moves([moved])
 
 
 def test_states_of_layers_that_are_not_fused() -> None:
