@@ -25,6 +25,7 @@ from .answer import Answer, Chooser, Copied, Token
 from .cache import PackedCache
 from .caches.hybrid import States, crop_rows
 from .caches.layers import PackedLayer
+from .caches.rows import Numbers
 from .drafts import EXPECTED, Drafter, Lookup, Pace, Sees, SmallModel
 from .graphs import firsts
 from .mtp import Mtp
@@ -208,20 +209,15 @@ class _Steps:
         self._tokens = ids  # of the last step
         self._before = States()  # the last step that may be forgotten
         self._positions: Tensor | None = given.get("position_ids")
+        self._numbers = Numbers()
         self._end: int | None = None  # behind them, where they are those of the cache's rows
         if self._positions is not None:
             self._positions = self._positions[:, -ids.shape[1] :].expand(len(ids), -1)
-            held, self._numbers = int(cache.get_seq_length()), ids.new_empty(0)
-            if bool((self._positions == self._counted(held, ids.shape[1])).all()):
-                self._end = held + ids.shape[1]
+            held = int(cache.get_seq_length())
+            end = held + ids.shape[1]
+            if bool((self._positions == self._numbers.part(held, end, ids.device)).all()):
+                self._end = end
         self.logits = self._forward(ids, {})
-
-    def _counted(self, first: int, count: int) -> Tensor:
-        """first, first + 1, ...: int64 [count], a part of one tensor that grows, as a launch for
-        each step would cost more than the copy."""
-        if len(self._numbers) < first + count:
-            self._numbers = torch.arange(2 * (first + count), device=self._numbers.device)
-        return self._numbers[first : first + count]
 
     def _forward(self, ids: Tensor, others: dict[str, Any]) -> Tensor:
         if self._positions is not None:
@@ -238,8 +234,9 @@ class _Steps:
         tokens = (tokens if tokens.dim() == 2 else tokens[:, None]).to(self.logits.device)
         count = tokens.shape[1]
         if self._end is not None:
-            self._positions = self._counted(self._end, count).expand(len(tokens), -1)
             self._end += count
+            own = self._numbers.part(self._end - count, self._end, tokens.device)
+            self._positions = own.expand(len(tokens), -1)
         elif self._positions is not None:
             more = torch.arange(1, count + 1, device=tokens.device)
             self._positions = self._positions[:, -1:] + more

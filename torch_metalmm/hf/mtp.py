@@ -13,6 +13,7 @@ from ..nn.exact import MOST, exact_rows
 from ..nn.hidden import LastHidden, last_hidden
 from .answer import on_device
 from .cache import PackedCache
+from .caches.rows import Numbers
 from .drafts import EXPECTED, ROWS, agreeing
 from .replay import Replayed, replayed
 
@@ -29,7 +30,7 @@ class Mtp:
         self.head = head
         self._cache = PackedCache(head.block.config) if cache is None else cache
         self.hidden = last_hidden(model) or LastHidden(model)
-        self._tokens: list[int] = []
+        self._tokens, self._numbers = list[int](), Numbers()
         # The head's cache has a row of each position from the first one on that is read, and the
         # token behind it; the model's rows of those behind, as far as known, are here, and of a few
         # before them.
@@ -115,7 +116,7 @@ class Mtp:
             again = again if again <= self._before else 0
         begin, own = self._read - again, rows[:, self._before - again :]
         given = on_device(self._tokens[begin + 1 : begin + 1 + again + count], rows.device)[None]
-        at = torch.arange(begin + 1, begin + 1 + len(given[0]), device=given.device)[None]
+        at = self._numbers.part(begin + 1, begin + 1 + len(given[0]), given.device)[None]
         found = self._steps(given, at, own[:, : again + count], again, most)
         self._read += count
         end = self._before + count
@@ -132,14 +133,14 @@ class Mtp:
             if again:
                 self._cache.crop(-again)
             with exact_rows(tokens.shape[1] <= MOST):  # by the fewest ops
-                if most > 1 and steps is not None and given.left() is not None:
-                    given.take(rows)
+                given.take(rows)
+                if most > 1 and steps is not None and given.left is not None:
                     found = steps.chained(first, self._next(), most, given.likeliest)
                 if found is None:
-                    given.take(rows)
                     self.head(**first)
                     found = given.likeliest()
                     while found.shape[1] < most:
+                        given.go_on()
                         self.head(**self._next())
                         found = torch.cat([found, given.likeliest()], 1)
         except BaseException:  # within the layer, whose rows may be half there
@@ -151,5 +152,5 @@ class Mtp:
 
     def _next(self) -> dict[str, Any]:
         """The arguments of the step behind the last one."""
-        token, position = self.head.given.left()  # type: ignore[misc]
+        token, position = self.head.given.left  # type: ignore[misc]
         return {"input_ids": token, "position_ids": position, "cache": self._cache}

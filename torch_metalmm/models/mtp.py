@@ -39,7 +39,9 @@ class Given:
     def __init__(self) -> None:
         self._memory: dict[Any, Tensor] = {}
         self.rows = torch.empty(0)
-        self._next: tuple[Tensor, Tensor] | None = None
+        # (the token [1, 1], its position [1, 1]) that the last step has left for the next one,
+        # which writes others there; None: there was no step.
+        self.left: tuple[Tensor, Tensor] | None = None
 
     def take(self, rows: Tensor) -> None:
         if rows.shape[1] <= MOST:
@@ -55,25 +57,22 @@ class Given:
 
     def leave(self, token: Tensor, position: Tensor, row: Tensor) -> None:
         """The step behind this one may be of the token [1, 1], with the row [1, 1, hidden_size]."""
-        if self._next is None or self._next[0].device != token.device:
+        if self.left is None or self.left[0].device != token.device:
             with torch.inference_mode(False):
-                self._next = torch.empty_like(token), torch.empty_like(position)
-            for each in self._next:
+                self.left = torch.empty_like(token), torch.empty_like(position)
+            for each in self.left:
                 each.stays = True  # type: ignore[attr-defined]
         self._row = self._memory_of(row).copy_(row)
-        self._next[0].copy_(token)
-        self._next[1].copy_(position)
+        self.left[0].copy_(token)
+        self.left[1].copy_(position)
 
-    def left(self) -> tuple[Tensor, Tensor] | None:
-        """(the token [1, 1], its position [1, 1]) that the last step has left, with its row given.
-        The next step writes others there. None: there was no step."""
-        if self._next is not None:
-            self.rows = self._row
-        return self._next
+    def go_on(self) -> None:
+        """Give the row that the last step has left."""
+        self.rows = self._row
 
     def likeliest(self) -> Tensor:
         """The token [1, 1] that the last step has left, in memory of its own."""
-        return self._next[0].clone()  # type: ignore[index]
+        return self.left[0].clone()  # type: ignore[index]
 
 
 def check_own(head: object, model: Any) -> None:

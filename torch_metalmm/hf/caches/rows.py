@@ -28,17 +28,33 @@ def lasting() -> AbstractContextManager[Any]:
     return nullcontext() if torch.compiler.is_compiling() else torch.inference_mode(False)
 
 
+class Numbers:
+    """0, 1, 2, ... on each device as one tensor, which grows: a part of it takes no launch."""
+
+    def __init__(self) -> None:
+        self._all: dict[torch.device, Tensor] = {}
+
+    def part(self, first: int, end: int, device: torch.device) -> Tensor:
+        """first, ..., end - 1, int64 [end - first]."""
+        found = self._all.get(device)
+        if found is None or len(found) < end:
+            with lasting():
+                found = torch.arange(max(_FIRST_NUMBERS, 2 * end), device=device)
+            self._all[device] = found
+        return found[first:end]
+
+
 class Slots:
     """Slots and lengths as tensors, the same for all layers of a cache that ask for the same.
 
-    They are views of one tensor 0, 1, 2, ... of their device, which grows: a token makes none.
+    They are parts of Numbers, of which a token makes none.
     While a step is recorded (hf/replay.py) those of its rows are `fixed`: memory that stays, which
     each replayed step fills.
     """
 
     def __init__(self) -> None:
         self._held: dict[Any, tuple[Tensor, Tensor]] = {}
-        self._numbers: dict[torch.device, Tensor] = {}
+        self._numbers = Numbers()
         self.fixed: Fixed | None = None
         self.expected = 0  # rows for which room is made at once
 
@@ -57,7 +73,8 @@ class Slots:
             return fixed
         found = self._held.get(key)
         if found is None:
-            found = self._part(first, first + count, device)
+            both = self._numbers.part(first, first + count + 1, device)
+            found = both[:count], both[count]
             if len(self._held) >= _MOST_HELD:
                 self._held.clear()
             self._held[key] = found
@@ -67,16 +84,9 @@ class Slots:
         """The length of rows [B, kv_heads, T, row] which are all filled."""
         return self.of(rows.shape[2], 0, rows.device)[1]
 
-    def _part(self, first: int, end: int, device: torch.device) -> tuple[Tensor, Tensor]:
-        numbers = self._numbers.get(device)
-        if numbers is None or len(numbers) <= end:
-            with lasting():
-                numbers = torch.arange(max(_FIRST_NUMBERS, 2 * end), device=device)
-            self._numbers[device] = numbers
-        return numbers[first:end], numbers[end]
-
     def __getstate__(self) -> dict[str, Any]:
-        return {"_held": {}, "_numbers": {}, "fixed": None, "expected": self.expected}
+        fresh = {"_held": {}, "_numbers": Numbers(), "fixed": None}
+        return fresh | {"expected": self.expected}
 
 
 class Fixed:
