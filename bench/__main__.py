@@ -51,7 +51,7 @@ def main(argv: list[str]) -> int:
         about["quick"] = args.quick
         if (load := about["load_before"]) > 0.5:
             status(f"load average {load}: other programs run, times are noisy\n")
-        with torch.inference_mode(args.command != "op-overhead"):
+        with torch.inference_mode():
             records = collect(run, module.run, about)
     except (ValueError, OSError) as e:
         print(f"bench: {e}", file=sys.stderr)

@@ -15,7 +15,6 @@ from . import shapes
 from .devices import Device
 from .machine import PROGRAM
 from .models import cache_cost, llamas, quality
-from .ops import matrix_ops
 from .peers.products import ENGINES
 from .problem import DTYPES
 from .tables import Record
@@ -38,7 +37,7 @@ OPTIONS = {
     "threads": Option(None, int, torch.get_num_threads()),
     "repetitions": Option("at least this many timed calls (20)", int, 20, 5),
     "formats": Option(
-        "comma-separated, of torch_metalmm.formats.names(); all; one of each kind",
+        "comma-separated, of torch_metalmm.formats.names(); all",
         normal="q4_0,q8_0,q4_k,q6_k,affine4_g64",
         quick="q4_0,q4_k",
     ),
@@ -58,9 +57,6 @@ OPTIONS = {
     "dtype": Option("of x, for torch_metalmm (cpu f32, else f16)", choices=DTYPES),
     "strategy": Option("force one of torch_metalmm's, as gemv, gemm, attention_tile"),
     "seconds": Option("time budget of a cell, beyond repetitions (1)", float, 1.0, 0.0),
-    "operation": Option(choices=matrix_ops.OPERATIONS, positional=True),
-    "sizes": Option("N; gemv: N K; gemm: M N K", int, nargs="+", positional=True),
-    "format": Option("of W, for gemv and gemm (q4_0)", normal="q4_0"),
     "experts": Option(
         "EXPERTSxCHOSENxNxK, gate and up N by K (128x8x768x2048)",
         normal="128x8x768x2048",
@@ -161,18 +157,6 @@ MEASURES = {
         modes={
             "exact": ("ops.exact", EXACT | {"shapes": "14336x4096"}, EXACT | {"m": "1,2"}),
         },
-    ),
-    "matrix-ops": Command(
-        "ops.matrix_ops",
-        "one operation: result, check, time",
-        ON_DEVICE + "operation sizes format dtype",
-    ),
-    "op-overhead": Command("ops.overhead", "microseconds a call costs by itself", RUN),
-    "norm": Command(
-        "ops.norm",
-        "norm_linear, a residual: against two ops",
-        ON_DEVICE + "shapes m dtype",
-        {"": {"m": "1", "shapes": "kv,attn,up-8b,down-8b,head-8b", "formats": "one"}},
     ),
     "experts": Command(
         "ops.experts", "products of experts that tokens choose", ON_DEVICE + "experts tokens dtype"

@@ -212,12 +212,6 @@ class Problem:
         """Activations f32 [m, K], on the CPU."""
         return torch.randn(m, self.shape.k, generator=torch.Generator().manual_seed(m))
 
-    def copied(self, operands: Sequence[Tensor]) -> list[tuple[Tensor, ...]]:
-        """The tensors of a W, so many copies of each that no cache of the device holds them."""
-        count = self.setting.copies(sum(t.nbytes for t in operands))
-        device = self.setting.device.type
-        return [*zip(*(rotated(t.to(device), count) for t in operands), strict=True)]
-
     def variant(
         self,
         engine: str,
@@ -228,15 +222,17 @@ class Problem:
         decoded: Callable[[], Tensor],
         **others: Any,
     ) -> Variant:
-        """A variant of torch tensors: `operands` are W as it has it, product(x, *operands) takes x
-        in dtype, which is what it rounds to unless `others` of Variant's fields say."""
-        device, copies = self.setting.device, self.copied(operands)
+        """A variant of torch tensors: `operands` are W as it has it, so many copies of each that no
+        cache of the device holds them; product(x, *operands) takes x in dtype, which is what it
+        rounds to unless `others` of Variant's fields say."""
+        device, size = self.setting.device, sum(t.nbytes for t in operands)
+        count = self.setting.copies(size)
+        copies = [*zip(*(rotated(t.to(device.type), count) for t in operands), strict=True)]
 
         def bind(x: Tensor) -> Callable[[int], Tensor]:
             given = x.to(device.type, dtype)
             return lambda i: product(given, *copies[i])
 
-        size = sum(t.nbytes for t in operands)
         others = {"rounding": Rounding.to(dtype)} | others
         return Variant(engine, name, size, len(copies), bind, decoded, device=device, **others)
 

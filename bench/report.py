@@ -83,11 +83,9 @@ def table(title: str, columns: Iterable[Column], records: Sequence[Record]) -> T
 CELLS: dict[str, set[str]] = {
     "matmul": {"format", "worst"},
     "exact": {"format", "worst"},
-    "norm": set(),
     "experts": set(),
     "attention": {"format"},
     "recurrent": set(),
-    "matrix-op": {"format", "m"},
 }
 OF_CELLS: tuple[Column, ...] = (
     ("variant", "variant", str),
@@ -110,10 +108,8 @@ OF_CELLS: tuple[Column, ...] = (
     ("vs f16", "of_f16", times),
     ("vs rows", "of_rows", times),
     ("one row over it", "of_one", times),
-    ("two ops over it", "of_two_ops", times),
     ("linear of the same work over it", "of_same_work", times),
     ("of one expert over it", "of_one_expert", times),
-    ("unfused over it", "of_unfused", times),
     ("in chunks over it", "of_chunks", times),
     ("error", "error", scientific),
     ("of bound", lambda r: 100 * r["worst"] if "worst" in r else None, percent),
@@ -140,17 +136,15 @@ def cell_tables(records: Sequence[Record], *kinds: str) -> list[Table]:
     return tables
 
 
-def pivots(records: Sequence[Record], kind: str, over: str) -> list[Table]:
-    """A table for each title: a row per variant, µs by `over`; what the cells of a row have at the
-    least and at the most M."""
+def pivots(records: Sequence[Record]) -> list[Table]:
+    """A table of products for each title: a row per variant, µs by M; what the cells of a row have
+    at the least and at the most M."""
     tables = []
-    for title, found in by_title(records, kind).items():
-        values = list(dict.fromkeys(c[over] for c in found))
-        values = sorted(values) if over == "m" else values
+    for title, found in by_title(records, "matmul").items():
+        values = sorted({c["m"] for c in found})
         columns: list[Column] = [(f"{title}, µs at", "variant", str)]
         for v in values:
-            name = f"M={v}" if over == "m" else str(v)
-            columns.append((name, lambda r, v=v: microseconds(r["cells"].get(v, {})), str))
+            columns.append((f"M={v}", lambda r, v=v: microseconds(r["cells"].get(v, {})), str))
         rates = [("GB/s", 0, "gbs", digits), ("of read", 0, "percent_read", percent)]
         rates += [("GFLOP/s", -1, "gflops", digits), ("of peak", -1, "percent_peak", percent)]
         for name, i, field, text in rates:
@@ -160,7 +154,7 @@ def pivots(records: Sequence[Record], kind: str, over: str) -> list[Table]:
         columns += [("worst IQR", "spread", percent), ("error", "error", scientific)]
         rows = []
         for name in dict.fromkeys(c["variant"] for c in found):
-            cells = {c[over]: c for c in found if c["variant"] == name}
+            cells = {c["m"]: c for c in found if c["variant"] == name}
             row: Record = {"variant": name, "cells": cells}
             for field, of in (("spread", spread), ("error", lambda c: c.get("error"))):
                 some = [v for c in cells.values() if (v := of(c)) is not None]
@@ -428,16 +422,12 @@ def run_lines(records: Sequence[Record]) -> list[str]:
                 f"Roofs beside the cells, median (quartiles): memory {memory} GB/s, "
                 f"{peak} GFLOP/s; percentages refer to the cell's own"
             )
-        if "first" in r:
-            first = ", ".join(f"{v:.6g}" for v in r["first"])
-            out.append(f"{r['variant']}: first {first}; checksum {r['checksum']:.9g}")
     return out
 
 
 def show(records: Sequence[Record], markdown: bool) -> None:
     """Prints everything the records hold: of products summaries as markdown, else every cell."""
-    tables = pivots(records, "matmul", "m") if markdown else cell_tables(records, "matmul")
-    tables += pivots(records, "overhead", "mode")
+    tables = pivots(records) if markdown else cell_tables(records, "matmul")
     tables += cell_tables(records, *[*CELLS][1:]) + model_tables(records)
     if markdown:
         print("  \n".join(run_lines(records)), *map(to_markdown, tables), sep="\n\n")

@@ -36,7 +36,6 @@ class Way:
     check: Callable[[], Record] | None = None
     read: float = 0.0  # bytes
     flops: float = 0.0
-    times: int = 1  # how often a call does the work
     is_peer: bool = False
     against: Mapping[str, str] = field(default_factory=dict)  # {field: way whose time is over this}
     facts: Record = field(default_factory=dict)
@@ -86,7 +85,7 @@ def measured(
 ) -> Record:
     """Time, rates, shares of the roofs (GB/s, GFLOP/s), and ratios to other ways."""
     t = times[way.name]
-    out: Record = t.fields("us", lambda s: round(s * 1e6 / way.times, 3)) | {"count": t.count}
+    out: Record = t.fields("us", lambda s: round(s * 1e6, 3)) | {"count": t.count}
     for name, work, roof_of in zip(
         ("gbs", "gflops"), (way.read, way.flops), roofs or (None, None), strict=True
     ):
@@ -167,14 +166,10 @@ class Run:
 
 
 def named(text: str) -> list[str]:
-    """The formats of --formats; "all" that can be packed, "one" of each kind: affine of g64.
-
-    ValueError: an unknown one.
-    """
-    every = [name for name in formats.names() if formats.get(name).packs]
-    if text == "one":
-        return [n for n in every if not n.startswith("affine") or n.endswith("_g64")]
-    return every if text == "all" else [formats.get(n).name for n in shapes.parse_names(text)]
+    """The formats of --formats; "all" that can be packed. ValueError: an unknown one."""
+    if text == "all":
+        return [name for name in formats.names() if formats.get(name).packs]
+    return [formats.get(n).name for n in shapes.parse_names(text)]
 
 
 def check_formats(names: Iterable[str], ks: Iterable[int]) -> None:

@@ -55,7 +55,7 @@ std::vector<Gpu> make_gpus() {
 
 // H200, time of norm_linear over that of rms_norm and linear, packed formats, M = 1, f16: 0.87
 // to 1.04 (q4_0, the others up to 0.99) at 191,000 weights a core (6144 x 4096), 1.02 to 1.26 at
-// 890,000 (28672 x 4096); `python -m bench norm`, 2026-11-22.
+// 890,000 (28672 x 4096); `python -m bench norm` of ef46a445, 2026-11-22.
 constexpr int64_t kCudaNormWeightsPerCore = 1 << 18;
 
 Gpu cuda_gpu() {

@@ -111,28 +111,6 @@ def test_one_wrong_code_in_a_million_is_found() -> None:
         assert Checker(problem)(variant, problem.x(2), call)["ok"] is ok
 
 
-@pytest.mark.parametrize(
-    ("operation", "sizes"),
-    [
-        ("add", "1000"),
-        ("dot", "1000"),
-        ("gemv", "64 256"),
-        ("gemm-naive", "3 64 256"),
-        ("gemm-dense", "3 64 256"),
-        ("dequantize", "64 256"),
-        ("embedding", "300 400 256"),
-        ("swiglu", "2 64 256"),
-    ],
-)
-def test_a_single_operation_is_checked_and_timed(
-    operation: str, sizes: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    records_of(tmp_path, "matrix-ops", operation, *sizes.split())
-    printed = capsys.readouterr().out
-    for word in ("first", "checksum", "of bound", "µs", "GB/s", "GFLOP/s", "of read"):
-        assert word in printed, word
-
-
 def test_several_rows_beside_one(tmp_path: Path) -> None:
     """Each number of rows as fast as may be, and with the bits of single ones."""
     given = ("--shapes", "tiny", "--formats", "q6_k", "--m", "5")

@@ -10,10 +10,7 @@ import torch
 import bench.devices as devices
 from bench import options
 from bench.devices import ROW_SECONDS, Device
-from bench.ops.matrix_ops import Matrix
-from bench.problem import Setting
 from bench.report import cell_tables, pivots
-from bench.shapes import NAMED
 from bench.tables import digits, percent
 from bench.timing import interleave
 from torch_metalmm import engines
@@ -71,12 +68,11 @@ def test_a_mac_is_measured_on_its_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     """The default, where the doctor finds the engine; commands without --device take the CPU."""
     for why, default in (("", "mps"), ("not in this build", "cpu")):
         monkeypatch.setattr(devices, "absence", lambda _, why=why: why)
-        for command in ([], ["--quick"], ["roof"], ["tokens"], ["matrix-ops", "gemv", "8", "32"]):
+        for command in ([], ["--quick"], ["roof"], ["tokens"]):
             assert options.parse(command).device == default
             if command[:1] != ["--quick"]:
                 assert options.parse([*command, "--device", "cpu"]).device == "cpu"
-        for command in ("quality", "op-overhead"):
-            assert options.parse([command]).device == "cpu"
+        assert options.parse(["quality"]).device == "cpu"
     with pytest.raises(SystemExit):
         options.parse(["quality", "--device", "mps"])
 
@@ -122,47 +118,6 @@ def test_small_numbers_of_a_table_are_not_zero() -> None:
     }
     cell |= {"us": 14.5, "us_q1": 14.5, "us_q3": 14.5, "speedup": 0.0145}
     cell |= {"gbs": 0.0456, "percent_read": 0.31, "gflops": 0.02, "percent_peak": 4.4}
-    (summary,), (full,) = pivots([cell], "matmul", "m"), cell_tables([cell], "matmul")
+    (summary,), (full,) = pivots([cell]), cell_tables([cell], "matmul")
     assert summary.rows[0][1:6] == ["14.5", "0.0456", "0.3 %", "0.0200", "4 %"]
     assert "0.0145×" in full.rows[0] and percent(0.0) == "0 %" and percent(99.6) == "100 %"
-
-
-@pytest.mark.parametrize(
-    ("device", "operation", "dtype", "is_rounded"),
-    [
-        ("cpu", "gemm", torch.float16, False),
-        ("mps", "gemm", torch.float16, True),
-        ("mps", "gemm", torch.float32, False),
-        ("mps", "gemv", torch.float16, False),
-    ],
-)
-def test_the_bound_of_a_product(
-    monkeypatch: pytest.MonkeyPatch,
-    device: str,
-    operation: str,
-    dtype: torch.dtype,
-    is_rounded: bool,
-) -> None:
-    """K additions in f32 and the store; W rounded to f16 only where a GPU's tiles are f16."""
-    facts = {"plans_for": "m1", "cores": 8, "max_threadgroup_memory": 0, "max_threads": 0}
-    monkeypatch.setattr(devices._C, "mps_facts", lambda: facts, raising=False)
-    monkeypatch.setattr(torch.Tensor, "to", _ignoring_mps(torch.Tensor.to))
-    shape = NAMED["tiny"]
-    matrix = Matrix(shape.n, shape.k, "q4_0", Setting(1, 1, dtype, Device(device)))
-    m = 1 if operation == "gemv" else 64
-    exact, bound = matrix.bound(operation, m).stored(dtype)
-    size = matrix.problem.x(m).to(dtype).double().abs() @ matrix.decoded.abs().t()
-    sums = 8 * math.sqrt(shape.k + 2) * 2.0**-24 * size
-    error = sums + (2.0**-11 * size if is_rounded else 0)
-    digits_of = {torch.float16: 11, torch.float32: 24}[dtype]
-    stored = error + 2.0**-digits_of * (exact.abs() + error)
-    stored += torch.finfo(dtype).smallest_normal
-    torch.testing.assert_close(bound, stored, rtol=1e-9, atol=0.0)
-
-
-def _ignoring_mps(to: object) -> object:
-    def on_cpu(self: torch.Tensor, *arguments: object, **options: object) -> torch.Tensor:
-        kept = [a for a in arguments if a != "mps"]
-        return to(self, *kept, **options) if kept or options else self  # type: ignore[operator]
-
-    return on_cpu

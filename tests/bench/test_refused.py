@@ -26,7 +26,6 @@ FOLDER = TESTS / "msl"
             (f"experts --experts {text}", f"'{text}'; must be EXPERTSxCHOSENxNxK")
             for text in ("8x2x64", "8x2x0x256", "axbxcxd")
         ),
-        ("matrix-ops gemm 4 8", "takes M N K"),
         (f"tiles --ggml {FOLDER}/none.metal", "none.metal"),
         (f"tiles --ggml {FOLDER}/packed.metal", "has no kernel kernel_mul_mm_f16_f16"),
         (f"tiles --mlx {FOLDER}", "has no mlx/backend/metal/kernels"),

@@ -1,4 +1,4 @@
-"""`python -m bench tokens` and `norm`: what is counted, to whom time is given, what is printed."""
+"""`python -m bench tokens`: what is counted, to whom time is given, what is printed."""
 
 from __future__ import annotations
 
@@ -15,12 +15,9 @@ from bench.devices import Device
 from bench.models import llamas, shares
 from bench.models.systems import Packed, Static, Transformers
 from bench.models.tokens import Builder, Entry
-from bench.ops.norm import Data
 from bench.options import parse
 from bench.peers.programs import LlamaCpp, MlxLm
-from bench.problem import Setting
 from bench.report import model_tables
-from bench.shapes import parse_shape
 from torch_metalmm import _C, QuantLinear, formats
 from torch_metalmm.nn.activations import set_activations
 
@@ -76,28 +73,6 @@ def test_prompts_through_recurrent_ops(tmp_path: Path) -> None:
     assert len(ours) == 4 and len(found) == 6
     assert all(r["ok"] and r["us"] > 0 for r in ours.values())
     assert ours["gated_delta", 40]["of_chunks"] > 0
-
-
-@pytest.mark.parametrize("format", ["q4_0", "affine4_g64"])
-def test_a_norm_before_a_product(tmp_path: Path, format: str) -> None:
-    found = records_of(tmp_path, "norm", "--formats", format, "--m", "1", "--shapes", "64x256")
-    cells = {r["variant"]: r for r in found if r["kind"] == "norm"}
-    assert len(cells) == 6 and all(r["us"] > 0 for r in cells.values())
-    for name in ("norm_linear", "residual"):
-        assert cells[name]["ok"]
-        of = [cells[name][f"of_two_ops{q}"] for q in ("_q1", "", "_q3")]
-        assert of == sorted(of)
-
-
-def test_a_wrong_norm_is_found() -> None:
-    """A weight that is off by a percent, and a residual that is not added."""
-    data = Data(parse_shape("64x256"), "q8_0", 1, Setting(threads=1, cold_bytes=1))
-    calls = data.calls()
-    assert all(data.check(name, calls[name])["ok"] for name in ("norm_linear", "residual"))
-    assert not data.check("residual", calls["linear"])["ok"]
-    given = calls["norm_linear"](0)
-    data.g = data.g * 1.01
-    assert not data.check("norm_linear", lambda i: given)["ok"]
 
 
 def test_a_cache_of_constant_size_gives_the_same_logits(packed: Any) -> None:
