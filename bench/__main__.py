@@ -5,14 +5,13 @@ from __future__ import annotations
 import json
 import os
 import sys
-from importlib import import_module
 from itertools import chain
 from typing import Any
 
 import torch
 
 from . import machine, report
-from .options import MEASURES, OF_A_CLONE, parse, place_of
+from .options import MEASURES, OF_A_CLONE, parse, work_of
 from .runner import Record, Run
 from .tables import status
 
@@ -33,17 +32,14 @@ def collect(run: Run, records_of: Any, about: Record) -> list[Record]:
 
 
 def main(argv: list[str]) -> int:
-    """0; 1 if a result was wrong; 2 for bad arguments.
-
-    The module of a command has run(Run), the records of what it measures, or print_(args).
-    """
+    """0; 1 if a result was wrong; 2 for bad arguments."""
     try:
         args = parse(argv)
         if args.command in OF_A_CLONE:
             machine.need_clone(args.command)
-        module = import_module(f".{place_of(args)}", __package__)
+        work = work_of(args)
         if args.command not in MEASURES:
-            module.print_(args)
+            work(args)
             return 0
         torch.set_num_threads(args.threads)
         run = Run(args)
@@ -52,7 +48,7 @@ def main(argv: list[str]) -> int:
         if (load := about["load_before"]) > 0.5:
             status(f"load average {load}: other programs run, times are noisy\n")
         with torch.inference_mode():
-            records = collect(run, module.run, about)
+            records = collect(run, work, about)
     except (ValueError, OSError) as e:
         print(f"bench: {e}", file=sys.stderr)
         return 2

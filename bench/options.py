@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+from importlib import import_module
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -125,22 +126,22 @@ OPTIONS = {
     "chips.cache": Option("with --tokens: by cache alone, formats as f16,q8_0"),
     "file": Option("JSON lines of a run", Path, positional=True),
     "plot.file": Option("of one machine; the later ones win", Path, nargs="+", positional=True),
-    "output": Option("folder", Path, Path(".")),
-    "prefix": Option("of the file names, as h200-", normal=""),
+    "output": Option("the PNG", Path, Path("bandwidth.png")),
 }
 RUN = "threads repetitions formats json markdown quick "
 ON_DEVICE = RUN + "device "
 
 
 class Command(NamedTuple):
-    """A row: where run(Run) or print_(args) is, and the options.
+    """A row: where the command is, and the options. A command that measures is run(Run) of a
+    module, others are print_(args), or the function that is named behind the module.
 
     own: values that the options have here, in place of Option.normal: on every device under "", on
     one under its name; with --quick under "quick". modes: {an option: (where what it asks for is,
     values of options there, values there with --quick)}.
     """
 
-    module: str
+    place: str
     help: str
     options: str
     own: dict[str, Record] = {}
@@ -237,9 +238,9 @@ MEASURES = {
 }
 PRINTS = {
     "report": Command("report", "print the tables of a JSON file", "file markdown"),
-    "plot": Command("plots", "draw the PNG plots of JSON files", "file output prefix"),
+    "plot": Command("plots", "draw GB/s by shape of JSON files", "file output"),
     "plot-formats": Command(
-        "format_plots", "table and plots of docs/guide/formats.md, from results.md", ""
+        "plots:print_formats", "table and plots of docs/guide/formats.md, from results.md", ""
     ),
     "cells": Command("shaders.cells", "issue cycles per weight of gemv", "write"),
     "chips": Command(
@@ -313,7 +314,10 @@ def parse(argv: list[str]) -> argparse.Namespace:
     return args
 
 
-def place_of(args: argparse.Namespace) -> str:
-    """The module that does what the arguments ask for."""
+def work_of(args: argparse.Namespace) -> Any:
+    """The function that does what the arguments ask for."""
     row = COMMANDS[args.command]
-    return next((m[0] for option, m in row.modes.items() if getattr(args, option)), row.module)
+    place = next((m[0] for option, m in row.modes.items() if getattr(args, option)), row.place)
+    module, _, name = place.partition(":")
+    name = name or ("run" if args.command in MEASURES else "print_")
+    return getattr(import_module(f".{module}", __package__), name)

@@ -18,11 +18,10 @@ from bench.devices import Device
 from bench.ops import matmul
 from bench.options import parse
 from bench.peers.products import ENGINES
-from bench.plots import styles
 from bench.problem import Checker, Problem, Setting, Variant
 from bench.runner import Run
 from bench.shapes import NAMED
-from torch_metalmm import _C, formats
+from torch_metalmm import _C
 
 
 @pytest.fixture(scope="module")
@@ -46,16 +45,10 @@ def test_every_cell_of_a_run_is_checked_and_timed(quick: Path) -> None:
         assert cell["ok"] and cell["us"] > 0 and cell["percent_read"] > 0
 
 
-def test_plots_are_drawn_from_the_records(quick: Path, tmp_path: Path) -> None:
-    assert main(["plot", str(quick), "--output", str(tmp_path), "--prefix", "cpu-"]) == 0
-    for name in ("bandwidth", "time"):
-        assert (tmp_path / f"cpu-{name}.png").read_bytes().startswith(b"\x89PNG")
-
-
-def test_lines_of_every_format_differ() -> None:
-    names = [f"metalmm {name}" for name in formats.names()]
-    found = styles([{"variant": v, "format": "q4_0"} for v in names])
-    assert len({str(style) for style in found.values()}) == len(names) > 20
+def test_a_plot_is_drawn_from_the_records(quick: Path, tmp_path: Path) -> None:
+    written = tmp_path / "cpu.png"
+    assert main(["plot", str(quick), "--output", str(written)]) == 0
+    assert written.read_bytes().startswith(b"\x89PNG")
 
 
 def test_the_strategy_of_a_device(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -93,7 +86,7 @@ def test_what_is_not_plotted(
     other.write_text("\n".join([json.dumps(json.loads(first) | {"machine": "another"}), *rest]))
     empty.write_text('{"kind": "run"}\n')
     for files, why in (([quick, other], "several machines: "), ([empty], "nothing to plot")):
-        assert main(["plot", *map(str, files), "--output", str(tmp_path)]) == 2
+        assert main(["plot", *map(str, files), "--output", str(tmp_path / "no.png")]) == 2
         assert why in capsys.readouterr().err
 
 
