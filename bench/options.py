@@ -109,8 +109,7 @@ OPTIONS = {
     "folder": Option("--mtp: where the trained models are kept", Path),
     "exact": Option("several rows beside one, fastest and with the bits of single rows", bool),
     "ops": Option("of families of models: calls of ops, before and after fuse_", bool),
-    "imatrix": Option("instead: with an importance matrix and without", bool),
-    "parts": Option(",".join(cache_cost.PARTS), normal="bytes,quality"),
+    "imatrix": Option("packed by the importance of columns", bool),
     "turns": Option("instead: conversations of four clients, of so many turns", int),
     "model": Option("--turns: a file or folder; else SmolLM2", Path),
     "peer": Option("--turns: the port of another server of the model on this machine", int),
@@ -220,12 +219,11 @@ MEASURES = {
         "what packing costs and saves, on real models",
         RUN + "activations imatrix",
         {"": {"formats": quality.FORMATS}},
-        {"imatrix": ("models.weighed", {}, {})},
     ),
     "cache": Command(
         "models.cache_cost",
-        "bytes and quality of caches by format",
-        ON_DEVICE + "parts",
+        "quality of caches by format",
+        RUN,
         {"": {"formats": cache_cost.FORMATS}},
     ),
     "serve": Command(
@@ -264,7 +262,7 @@ PRINTS = {
 }
 COMMANDS = MEASURES | PRINTS
 # Commands that read or write pages, shaders and tests beside the package.
-OF_A_CLONE = ("agx", "cells", "chips", "neon", "tiles", "plot-formats")
+OF_A_CLONE = ("agx", "cache", "cells", "chips", "neon", "tiles", "plot-formats")
 
 
 def options_of(command: str) -> dict[str, Option]:

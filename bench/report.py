@@ -280,20 +280,6 @@ KINDS: dict[str, tuple[str, tuple[Column, ...]]] = {
             ("cosine", "cosine", "{:.5f}".format),
             ("worst", "worst_cosine", "{:.5f}".format),
             ("largest change of a similarity", "similarity_change", "{:.4f}".format),
-            ("weighted error", "weighted_error", "{:.5f}".format),
-            ("bytes as llama.cpp's", "same_bytes", lambda v: f"{100 * v:.2f} %"),
-        ),
-    ),
-    "cache-bytes": (
-        "Llama 3.1 8B: keys and values",
-        (
-            ("cache", "format", str),
-            ("kB a token", "token", with_unit(1e3)),
-            *(
-                (f"GB of {s}k tokens", lambda r, s=s: r["sizes"].get(str(1024 * s)), with_unit(1e9))
-                for s in (8, 32, 128)
-            ),
-            ("of f16", "of_f16", whole_percent),
         ),
     ),
     "cache-quality": (

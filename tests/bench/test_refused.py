@@ -20,7 +20,6 @@ FOLDER = TESTS / "msl"
         ("attention --context 8m", "'8m'; must be whole numbers"),
         ("attention --context 0", "'0'; must be whole numbers of at least 1"),
         ("attention --batch 1,8-4", "'8-4'; must be whole numbers"),
-        ("cache --parts bytes,all", "'all'; must be of bytes, quality"),
         ("chips --cache q8_0", "only with --tokens"),
         *(
             (f"experts --experts {text}", f"'{text}'; must be EXPERTSxCHOSENxNxK")
