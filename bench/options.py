@@ -96,9 +96,6 @@ OPTIONS = {
     "families": Option("what a token costs in families that are more than a Llama", bool),
     "loops": Option("a token of generate() by transformers' loop and by decode", bool),
     "draft": Option("prompt lookup on tasks, beside decoding without", bool),
-    "inexact": Option(
-        "--draft: tokens of so many that differ with the fastest kernels instead", int
-    ),
     "mtp": Option("drafts of models' own heads, small models that are trained first", bool),
     "train": Option("--mtp: each model for so many seconds (150)", float, 150.0, 2.0),
     "hidden": Option("--mtp: hidden size of the models that are trained (512)", int, 512, 256),
@@ -155,7 +152,11 @@ MEASURES = {
         "cold matmul against peers and roofs",
         ON_DEVICE + "shapes m engines dtype strategy seconds exact",
         modes={
-            "exact": ("ops.exact", EXACT | {"shapes": "14336x4096"}, EXACT | {"m": "1,2"}),
+            "exact": (
+                "ops.matmul",
+                EXACT | {"shapes": "14336x4096"},
+                EXACT | {"m": "1,2"},
+            ),
         },
     ),
     "experts": Command(
@@ -180,7 +181,7 @@ MEASURES = {
         "models.tokens",
         "what a token costs, by part",
         ON_DEVICE + "models no-graph no-fuse no-peers prompt context cache activations tp "
-        "one-device new-tokens chip overhead families loops draft inexact ops write mtp "
+        "one-device new-tokens chip overhead families loops draft ops write mtp "
         "train folder told hidden",
         {
             "cpu": {"formats": "q4_0,q4_k,q6_k,q8_0", "models": "168m,smollm2"},
@@ -194,7 +195,11 @@ MEASURES = {
                 {"formats": "q4_0", "repetitions": 3, "models": ""},
                 {},
             ),
-            "loops": ("models.loops", {"formats": "q4_0", "repetitions": 5, "new_tokens": 128}, {}),
+            "loops": (
+                "models.overhead:run_loops",
+                {"formats": "q4_0", "repetitions": 5, "new_tokens": 128},
+                {},
+            ),
             "draft": (
                 "models.drafted",
                 {"repetitions": 3, "new_tokens": 400},
@@ -230,7 +235,7 @@ MEASURES = {
         "models.served",
         "HTTP beside generate(), and four clients at once",
         RUN + "turns model peer",
-        modes={"turns": ("models.conversations", {"repetitions": 5}, {"repetitions": 1})},
+        modes={"turns": ("models.served:run_turns", {"repetitions": 5}, {"repetitions": 1})},
     ),
     "roof": Command("roofs.roof", "DRAM read and f32 multiply-add, all candidates", ON_DEVICE),
 }

@@ -239,14 +239,6 @@ KINDS: dict[str, tuple[str, tuple[Column, ...]]] = {
             ("tokens equal", "ok", yes),
         ),
     ),
-    "inexact": (
-        "{model}: likeliest tokens of steps of several rows beside those of single rows",
-        (
-            ("rows", "rows", str),
-            ("differ, fastest kernels", "differ", str),
-            ("equal, exact rows", "ok", yes),
-        ),
-    ),
     "loops": (
         "{model}",
         (

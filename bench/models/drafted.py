@@ -19,9 +19,8 @@ from torch import Tensor
 from torch_metalmm import PackedCache, activations_, fuse_, load_gguf
 from torch_metalmm.hf.caches.layers import DTYPE_NAMES
 from torch_metalmm.hf.decoding import decode
-from torch_metalmm.hf.drafts import ROWS, Pace
-from torch_metalmm.models.cache_argument import cache_of_generate, with_cache
-from torch_metalmm.nn.exact import exact_rows
+from torch_metalmm.hf.drafts import Pace
+from torch_metalmm.models.cache_argument import cache_of_generate
 from torch_metalmm.tools.generate import demo_model
 
 from ..runner import Record, Run
@@ -39,7 +38,6 @@ TASKS = {
     "summarize code": ("Explain this Python code, quoting its lines.", CODE[:4000]),
     "free text": ("Tell me a long story about a lighthouse keeper and the sea.", ""),
 }
-WINDOW = 1000  # tokens
 CHOICES: dict[str, dict[str, Any]] = {
     "greedy": {"do_sample": False},
     "sampled": {"do_sample": True, "temperature": 0.8},
@@ -47,15 +45,12 @@ CHOICES: dict[str, dict[str, Any]] = {
 
 
 def run(run: Run) -> Iterator[Record]:
-    """One record per task and choice of tokens; with --inexact one per number of rows instead."""
+    """One record per task and choice of tokens."""
     device, args = run.device.type, run.args
     dtype = torch.float32 if device == "cpu" else torch.float16
     with torch.inference_mode(False), torch.no_grad():
         loaded, tokenizer = load_gguf(demo_model(), device=device, dtype=dtype)
         model = fuse_(loaded, cache=DTYPE_NAMES[dtype])
-    if args.inexact:
-        yield from inexact(model, tokenizer, run)
-        return
     for kind in (None, *args.activations):
         activations_(model, kind)
         title = f"SmolLM2, {device}, x {kind or 'exact'}, answers of {args.new_tokens} tokens"
@@ -107,37 +102,6 @@ def raced(
                 "drafts": pace.drafted / len(speeds),
                 "share": pace.accepted / max(1, pace.drafted),
                 "ok": equal[name],
-            }
-
-
-def inexact(model: Any, tokenizer: Any, run: Run) -> Iterator[Record]:
-    """How many of the likeliest tokens behind a text's differ where it is read in steps of several
-    rows by the fastest kernels. A text starts anew after each WINDOW tokens."""
-    args, device = run.args, run.device.type
-    ids = tokenizer(PROSE + CODE, return_tensors="pt").input_ids[:, : args.inexact].to(device)
-    cache = PackedCache(model.config, DTYPE_NAMES[model.dtype])
-
-    def likeliest(rows: int) -> Tensor:
-        found = []
-        for window in ids.split(WINDOW, 1):
-            cache.reset()
-            for step in window.split(rows, 1):
-                status(f"{rows} rows, {WINDOW * len(found)}")
-                found.append(model(input_ids=step, **with_cache(model, cache)).logits[0].argmax(-1))
-        return torch.cat(found)
-
-    with torch.inference_mode(False), torch.no_grad():
-        single = likeliest(1)
-        for rows in ROWS[1:]:
-            others = likeliest(rows)
-            with exact_rows():
-                exact = likeliest(rows)
-            yield {
-                "kind": "inexact",
-                "model": f"SmolLM2, {device}, {ids.shape[1]} tokens",
-                "rows": rows,
-                "differ": int((others != single).sum()),
-                "ok": torch.equal(exact, single),
             }
 
 

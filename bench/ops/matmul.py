@@ -1,8 +1,14 @@
-"""The matrix of shapes × M × engines."""
+"""The matrix of shapes × M × engines; and several rows of x beside one."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+from torch_metalmm.nn.exact import exact_rows
 
 from ..devices import Device
 from ..peers.products import ENGINES
@@ -66,12 +72,13 @@ def of_problem(problem: Problem, kind: str, ways: Sequence[Way]) -> Cell:
 
 
 def run(run: Run) -> Iterator[Record]:
-    """The records of every cell, shape by shape."""
+    """The records of every cell, shape by shape; with --exact of every W, its rows beside one."""
     args = run.args
     wanted = [parse_shape(s) for s in args.shapes.split(",")]
     ms, names = parse_ints(args.m), parse_names(args.formats)
     check_formats(names, [s.k for s in wanted])
-    engines, absent = choose_engines(parse_names(args.engines), run.device)
+    chosen = ("metalmm",) if args.exact else parse_names(args.engines)
+    engines, absent = choose_engines(chosen, run.device)
     yield from ({"kind": "skipped", "what": name, "why": why} for name, why in absent.items())
 
     def cells() -> Iterator[Cell]:
@@ -79,6 +86,40 @@ def run(run: Run) -> Iterator[Record]:
             problem = Problem(shape, run.setting)
             status(f"{shape}: packing")
             variants, checker = build(problem, names, engines), Checker(problem)
-            yield from (cell(problem, variants, checker, m) for m in ms)
+            if args.exact:
+                yield from (of_rows(problem, v, checker, sorted({1, *ms})) for v in variants)
+            else:
+                yield from (cell(problem, variants, checker, m) for m in ms)
 
-    yield from run.cells(cells())
+    yield from run.cells(cells(), has_roof=not args.exact)
+
+
+# ---- several rows of x beside one
+
+
+def of_rows(problem: Problem, variant: Variant, checker: Checker, ms: Sequence[int]) -> Cell:
+    """All numbers of rows of one packed W, by the fastest kernels and with the bits of single rows,
+    by turns; "of_one": the time of one row over theirs."""
+    ways = list[Way]()
+    for m in ms:
+        fastest = way(problem, variant, checker, m, f"{variant.name} {m}")
+        ways.append(replace(fastest, against={"of_one": f"{variant.name} 1"}))
+        if m > 1:
+            ways.append(exactly(problem, variant, m, ways[-1]))
+    return of_problem(problem, "exact", ways)
+
+
+def exactly(problem: Problem, variant: Variant, m: int, fastest: Way) -> Way:
+    """`fastest` with exact rows; right where each row has the bits that it has alone."""
+    call, x, name = fastest.call, problem.x(m), f"{variant.name}, exact"
+
+    def exact(i: int) -> Tensor:
+        with exact_rows():
+            return torch.as_tensor(call(i))
+
+    def check() -> Record:
+        alone = torch.cat([variant.bind(x[i : i + 1])(0) for i in range(m)])
+        return {"ok": torch.equal(exact(0), alone)}
+
+    facts = fastest.facts | {"variant": name}
+    return replace(fastest, name=f"{name} {m}", call=exact, check=check, facts=facts)

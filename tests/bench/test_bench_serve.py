@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from measured import records_of
 
-from bench.models import conversations, served
+from bench.models import served
 
 pytest.importorskip("uvicorn")
 
@@ -49,8 +49,8 @@ def test_turns_of_conversations(
     tmp_path: Path, started: served.Server, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Each reads what is new, and what lies in no whole page, beside the server or its peer."""
-    monkeypatch.setattr(conversations, "server", lambda *_: nullcontext(started))
-    monkeypatch.setattr(conversations, "NEW", 8)
+    monkeypatch.setattr(served, "server", lambda *_: nullcontext(started))
+    monkeypatch.setattr(served, "NEW", 8)
     records = records_of(tmp_path, "serve", "--turns", "3", "--peer", str(started.port))
     ways = {r["way"]: r for r in records if r["kind"] == "serve-turns"}
     assert set(ways) == {"metalmm", "peer"}

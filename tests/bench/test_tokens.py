@@ -59,13 +59,6 @@ def test_layers_of_tiny_weights(tmp_path: Path) -> None:
     assert packed["ops_us"] > 0 and packed["system"] == "metalmm q4_0"
 
 
-def test_drafted_rows_are_counted_and_equal(tmp_path: Path) -> None:
-    found = records_of(tmp_path, "tokens", "--draft", "--inexact", "12")
-    counted = [r for r in found if r["kind"] == "inexact"]
-    assert [r["rows"] for r in counted] == [2, 4, 8] and all(r["ok"] for r in counted)
-    assert all(0 <= r["differ"] <= 12 for r in counted)
-
-
 def test_prompts_through_recurrent_ops(tmp_path: Path) -> None:
     """Each op and number of positions, gated_delta beside its form in chunks."""
     found = [r for r in records_of(tmp_path, "recurrent") if r["kind"] == "recurrent"]
