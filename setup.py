@@ -114,6 +114,6 @@ setup(
         f"{PACKAGE}.formats": ["tables/*.h"],
         f"{PACKAGE}.tools": ["issue_cycles.json"],
         f"{PACKAGE}.bench.models": ["loomings.txt"],
-        f"{PACKAGE}.bench.roofs": ["roof.cpp"],
+        f"{PACKAGE}.bench": ["roof.cpp"],
     },
 )

@@ -237,7 +237,7 @@ MEASURES = {
         RUN + "turns model peer",
         modes={"turns": ("models.served:run_turns", {"repetitions": 5}, {"repetitions": 1})},
     ),
-    "roof": Command("roofs.roof", "DRAM read and f32 multiply-add, all candidates", ON_DEVICE),
+    "roof": Command("roofs", "DRAM read and f32 multiply-add, all candidates", ON_DEVICE),
 }
 PRINTS = {
     "report": Command("report", "print the tables of a JSON file", "file markdown"),

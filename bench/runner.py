@@ -15,7 +15,7 @@ from torch_metalmm import formats
 from . import shapes
 from .devices import CPU, Device
 from .problem import COLD_FACTOR, DTYPES, Setting
-from .roofs import roof, roof_gpu
+from .roofs import Roof, of_cpu, of_gpu
 from .tables import Record, status
 from .timing import Timed, Timing, interleave, wall_clock
 
@@ -54,7 +54,7 @@ class Cell:
 
 
 def run_cell(
-    cell: Cell, roofs: roof.Roof | None, repetitions: int, seconds: float = 0.0
+    cell: Cell, roofs: Roof | None, repetitions: int, seconds: float = 0.0
 ) -> list[Record]:
     """A record for each way; a wrong one is not timed."""
     records: dict[int, Record] = {}
@@ -133,11 +133,11 @@ class Run:
         return Setting(args.threads, cold, to, self.device, getattr(args, "strategy", None))
 
     @cached_property
-    def roof(self) -> roof.Roof:
+    def roof(self) -> Roof:
         status("roofs")
         if self.device == CPU:
-            return roof.measure(self.args.threads, self.device.cache_bytes, quick=self.args.quick)
-        return roof_gpu.measure(self.device, quick=self.args.quick)
+            return of_cpu(self.args.threads, self.device.cache_bytes, quick=self.args.quick)
+        return of_gpu(self.device, quick=self.args.quick)
 
     def roof_record(self) -> Record:
         found = self.roof

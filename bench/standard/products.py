@@ -13,8 +13,7 @@ from torch_metalmm.tools.cost_model import Chip, predict
 from ..devices import CPU, GPU_MAX_BURST, MIN_CALLS, ROW_SECONDS, Device
 from ..ops import matmul
 from ..problem import COLD_FACTOR, LABELS, Checker, Problem, Setting, Variant
-from ..roofs import roof, roof_gpu
-from ..roofs.roof import Roof
+from ..roofs import Roof, matrix_probe, of_cpu, of_gpu
 from ..runner import Record, run_cell
 from ..shapes import NAMED, Shape
 from ..timing import interleave
@@ -74,14 +73,14 @@ def measure_roofs(device: Device, threads: int, quick: bool) -> tuple[Roof, Reco
     """GB/s and GFLOP/s: the best of all candidates, and torch.mm in the dtypes of models."""
     sampling = ON_CPU if device == CPU else ON_GPU
     if device == CPU:
-        found = roof.measure(threads, device.cache_bytes, quick=quick)
+        found = of_cpu(threads, device.cache_bytes, quick=quick)
         # f16 has no fast product there, and bf16 has none below AVX-512: seconds at 1024.
         size, dtypes = (256 if quick else 1024), (torch.float32, torch.bfloat16)
     else:
         small = SMALL if device.type == "mps" else {}
-        found = roof_gpu.measure(device, sampling.repetitions, quick, **small)
+        found = of_gpu(device, sampling.repetitions, quick, **small)
         size, dtypes = (512 if quick else 2048 if small else 4096), (torch.float32, torch.float16)
-    probes = {LABELS[d]: roof_gpu.matrix_probe(device, size, d) for d in dtypes}
+    probes = {LABELS[d]: matrix_probe(device, size, d) for d in dtypes}
     times = interleave({name: p.timed() for name, p in probes.items()}, sampling.few)
     best = {
         kind: max(found.candidates[p.name] for p in some)

@@ -20,7 +20,6 @@ from bench.peers import ggml, sdpa
 from bench.peers.ggml import causal_mask
 from bench.problem import Setting
 from bench.report import cell_tables
-from bench.roofs import roof
 from bench.runner import FEW, SLOW, Run, Way, slow_ones
 
 pytestmark = pytest.mark.usefixtures("own_threads")
@@ -32,7 +31,7 @@ ON_CPU = Setting(threads=1, cold_bytes=1)
 @pytest.fixture(autouse=True)
 def the_backend_that_torch_chooses(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """The choice is one of the process: a test that leaves it would take it from every other."""
-    monkeypatch.setattr(roof, "measure", measured_once)
+    monkeypatch.setattr(runner, "of_cpu", measured_once)
     yield
     sdpa.chosen.take("")
 

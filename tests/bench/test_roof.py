@@ -8,26 +8,26 @@ import sys
 import pytest
 import torch
 
+from bench import roofs
 from bench.devices import Device
-from bench.roofs import roof_cuda, roof_gpu
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="no NVIDIA GPU")
 def test_the_loop_reads_cuda_memory() -> None:
     """All whole turns of a tensor, on the current stream; a tensor below one turn is refused."""
     data = torch.ones(1 << 26, device="cuda")
-    loop = roof_cuda.Reader(data)
+    loop = roofs.Reader(data)
     loop()
     torch.cuda.synchronize()
     assert 0.8 * data.nbytes < loop.bytes <= data.nbytes
     with pytest.raises(RuntimeError, match="data: 4 bytes, less than the"):
-        roof_cuda.Reader(data[:1])
+        roofs.Reader(data[:1])
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="no NVIDIA GPU")
 def test_the_roof_of_cuda_is_the_best_of_all() -> None:
     device = Device.named("cuda")
-    found = roof_gpu.measure(device, repetitions=2, quick=True)
+    found = roofs.of_gpu(device, repetitions=2, quick=True)
     assert "loop of 16-byte loads" in found.candidates
     memory = [rate for name, rate in found.candidates.items() if not name.startswith("f16 mm")]
     assert found.candidates[found.read[0].name] == max(memory)

@@ -209,7 +209,7 @@ def test_a_wheel_and_an_sdist_do_not_depend_on_what_was_run(clone: Path, sdist: 
     assert {"torch_metalmm/__init__.py", "torch_metalmm/py.typed"} <= wheel
     data = {"torch_metalmm/tools/issue_cycles.json"}
     data |= {str(f.relative_to(clone)) for f in package.glob("formats/tables/*.h")}
-    data |= {f"torch_metalmm/bench/{name}" for name in ("models/loomings.txt", "roofs/roof.cpp")}
+    data |= {f"torch_metalmm/bench/{name}" for name in ("models/loomings.txt", "roof.cpp")}
     python = {str(f.relative_to(clone)) for f in package.rglob("*.py")}
     bench = {f"torch_metalmm/{f.relative_to(clone)}" for f in (clone / "bench").rglob("*.py")}
     assert "torch_metalmm/bench/standard/run.py" in bench

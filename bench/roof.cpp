@@ -1,5 +1,5 @@
 // The two ceilings of a CPU, as plain loops: reading memory and f32 multiply-adds.
-// Compiled when a benchmark starts (bench/roofs/roof.py), for the machine it runs on.
+// Compiled when a benchmark starts (bench/roofs.py), for the machine it runs on.
 #include <cstddef>
 #include <cstdint>
 #include <cstdlib>
