@@ -247,7 +247,7 @@ PRINTS = {
     ),
     "cells": Command("shaders.cells", "issue cycles per weight of gemv", "write"),
     "chips": Command(
-        "shaders.token_chips",
+        "shaders.chips",
         "what the chip model predicts, beside what others measured",
         "tokens context cache",
     ),

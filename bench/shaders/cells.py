@@ -29,7 +29,7 @@ from torch_metalmm.msl.kernels import structs_of
 from torch_metalmm.tools import cost_model
 
 from ..tables import Table, replace_block, to_markdown
-from . import chips, ptx, token_chips
+from . import chips, ptx
 
 METAL = ROOT / "metal"
 DTYPES = {"f32": "float", "f16": "half", "bf16": "bfloat"}
@@ -218,8 +218,8 @@ def write() -> list[Path]:
     cost_model.COUNTS.write_text(rows + "\n")
     cost_model.counts.cache_clear()
     replace_block(chips.PAGE, "chips", chips.block())
-    replace_block(token_chips.PAGE, token_chips.COMMAND, token_chips.block())
-    return [cost_model.COUNTS, chips.PAGE, token_chips.PAGE]
+    replace_block(chips.TOKENS_PAGE, chips.TOKENS_COMMAND, chips.tokens_block())
+    return [cost_model.COUNTS, chips.PAGE, chips.TOKENS_PAGE]
 
 
 def print_(args: argparse.Namespace) -> None:

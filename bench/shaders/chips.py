@@ -1,19 +1,24 @@
-"""`python -m bench chips`: what the chip model predicts, beside what others have published.
+"""`python -m bench chips`: what the chip model predicts of products, and with --tokens of whole
+tokens on Macs, beside what others have published.
 
-No figure here was measured by this project: torch_metalmm.tools.cost_model makes the predictions,
-and the published ones are their authors'.
+No figure here was measured by this project: torch_metalmm.tools.cost_model and token_time make the
+predictions, and the published ones are their authors'.
 """
 
 from __future__ import annotations
 
+import argparse
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from statistics import linear_regression
 
 from torch_metalmm import _C
 from torch_metalmm.msl.build import ROOT
 from torch_metalmm.tools.cost_model import Chip, predict
-from torch_metalmm.tools.token_time import CONTEXT, MODELS
+from torch_metalmm.tools.token_time import CONTEXT, FORMS, MODELS, OP_US, token_time
 
+from ..models.cache_cost import named
+from ..shapes import parse_ints
 from ..tables import Table, digits, percent, to_markdown
 
 PAGE = ROOT / "docs" / "chip-model.md"
@@ -173,11 +178,121 @@ def compared_kernels() -> Table:
     return table
 
 
-def markdown() -> str:
-    """All tables."""
-    return f"{block()}\n\n{to_markdown(rows_table())}"
-
-
 def block() -> str:
     """The tables that docs/chip-model.md has."""
     return "\n\n".join(map(to_markdown, (fits(), compared_kernels())))
+
+
+# ---- whole tokens
+
+TOKENS_PAGE, TOKENS_COMMAND = ROOT / "docs" / "token-model.md", "chips --tokens"
+FORMAT = "affine4_g64"
+SHOWN = ("Llama 3.1 8B", "Llama 3.2 3B", "Qwen3 4B", "Qwen3 0.6B")
+CHIP = "m4-max"  # of the tables of one
+CONTEXTS = (CONTEXT, 2048, 8192, 32768)
+CACHES = ("f16", "f16/q8_0", "f16/q4_0")
+
+
+_BLOG = "runanywhere.ai blog, March 2026, best of 5"
+_MLX_LM = "mlx-lm BENCHMARKS.md, after 2048 tokens", 2048
+
+
+def _of_blog(model: str, **rates: float) -> list[Tokens]:
+    names = {"mlx_lm": "mlx-lm", "llama_cpp": "llama.cpp", "uzu": "uzu", "metal_rt": "MetalRT"}
+    found = rates.items()
+    return [Tokens("m4-max", model, FORMAT, names[n], rate, _BLOG) for n, rate in found]
+
+
+# The newest row of TOKENS for Llama 2 on the largest configuration of each chip.
+_LLAMA_CPP = {
+    t.chip: t for t in TOKENS if (t.cores, t.format, t.model) == (None, "q4_0", "Llama 2 7B")
+}
+PUBLISHED = (
+    *_of_blog("Qwen3 0.6B", metal_rt=658, uzu=627, mlx_lm=552),
+    *_of_blog("Qwen3 4B", metal_rt=186, mlx_lm=170, uzu=165, llama_cpp=87),
+    Tokens("m4-max", "Qwen3 4B", FORMAT, "mlx-lm", 134.5, *_MLX_LM),
+    *_of_blog("Llama 3.2 3B", uzu=222, mlx_lm=210, metal_rt=184, llama_cpp=137),
+    Tokens("m4-pro", "Qwen3 0.6B", "q4_0", "akunu", 465, "akunu's book"),
+    Tokens("m4-pro", "Qwen3 0.6B", "q4_0", "llama.cpp", 169, "akunu's book"),
+    *_LLAMA_CPP.values(),
+)
+_TRANSFORMERS, _SGLANG = "transformers pull request 45977, q4_k_m", "sglang issue 32321"
+EAGER = (
+    Tokens("m3-max", "Llama 3.2 3B", "q4_k", "transformers, ggml kernels", 49.2, _TRANSFORMERS),
+    Tokens("m3-max", "Llama 3.2 3B", "q4_k", "the same, compiled", 68.8, _TRANSFORMERS),
+    Tokens("m3-pro", "Qwen3 0.6B", "bf16", "torch, eager", 18.1, _SGLANG),
+    Tokens("m3-pro", "Qwen3 0.6B", "bf16", "mlx-lm", 80.8, _SGLANG),
+)
+
+
+def rate(
+    model: str,
+    format: str,
+    chip: str,
+    form: str,
+    op_us: float = OP_US,
+    context: int = CONTEXT,
+    cache: str | None = None,
+) -> float:
+    """Tokens per second."""
+    return 1e6 / token_time(model, format, chip, form, op_us, context, cache).total
+
+
+def rates_table() -> Table:
+    columns = ["chip", *(f"{m}" for m in SHOWN)]
+    title = f"Predicted tokens/s: {' / '.join(FORMS)}; {FORMAT}, x f16"
+    table = Table(title, columns)
+    for chip in CHIPS:
+        cells = ((digits(rate(m, FORMAT, chip, form)) for form in FORMS) for m in SHOWN)
+        table.rows.append([chip, *(" / ".join(cell) for cell in cells)])
+    return table.joined()
+
+
+def compared(title: str, published: tuple[Tokens, ...], wanted: str) -> Table:
+    columns = ["chip", "model", "format", "program", "published", *FORMS]
+    columns += [f"{wanted} of published", "source"]
+    table = Table(f"{title}: tokens/s published, and predicted for us", columns)
+    for p in published:
+        found = {f: rate(p.model, p.format, p.chip, f, context=p.context) for f in FORMS}
+        row = [p.chip, p.model, p.format, p.program, f"{p.rate:g}"]
+        row += [digits(value) for value in found.values()]
+        table.rows.append([*row, percent(100 * found[wanted] / p.rate), p.source])
+    return table
+
+
+def contexts_table(contexts: Sequence[int], caches: Sequence[str]) -> Table:
+    """After contexts: fused with DynamicCache, replayed with PackedCaches."""
+    title = f"Predicted tokens/s on an {CHIP}, {FORMAT}, by context and cache: fused, replayed"
+    table = Table(title, ["model, cache", *(f"{n} tokens" for n in contexts)])
+    for model in SHOWN:
+        for cache in (None, *caches):
+            name = f"PackedCache {cache}" if cache else "DynamicCache f16"
+            form = "replayed" if cache else "fused"
+            found = (rate(model, FORMAT, CHIP, form, OP_US, n, cache) for n in contexts)
+            table.rows.append([f"{model}, {name}", *map(digits, found)])
+    return table
+
+
+def tokens_block() -> str:
+    """The tables that docs/token-model.md has."""
+    tables = (
+        rates_table(),
+        compared("Native programs", PUBLISHED, "replayed"),
+        compared("Python programs", EAGER, "unfused"),
+        contexts_table(CONTEXTS, CACHES),
+    )
+    return "\n\n".join(map(to_markdown, tables))
+
+
+def print_(args: argparse.Namespace) -> None:
+    """With --tokens those of tokens; with --context or --cache that of tokens by both alone."""
+    if not args.tokens and (args.context or args.cache):
+        raise ValueError("--context and --cache: only with --tokens")
+    if args.context or args.cache:
+        contexts = parse_ints(args.context, least=0) if args.context else CONTEXTS
+        caches = named(args.cache) if args.cache else CACHES
+        print(to_markdown(contexts_table(contexts, caches)))
+    elif args.tokens:
+        print(tokens_block())
+    else:
+        print(block(), to_markdown(rows_table()), sep="\n\n")

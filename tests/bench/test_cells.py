@@ -13,7 +13,7 @@ from backends import CASES
 from plan_cases import codecs
 
 from bench.__main__ import main
-from bench.shaders import cells, chips, ptx, token_chips
+from bench.shaders import cells, chips, ptx
 from bench.tables import replace_block
 from torch_metalmm.tools import cost_model
 
@@ -143,15 +143,15 @@ def test_committed_figures_are_those_of_the_compiled_code(
     """`bench cells --write` makes the committed files again, from files that say something else.
     Unless METALMM_TEST_CASES is all, cells of f32 and bf16 are counted for every other format."""
     monkeypatch.setattr(cells, "count", counted)
-    pages = (chips.PAGE, token_chips.PAGE)
+    pages = (chips.PAGE, chips.TOKENS_PAGE)
     committed = (cost_model.COUNTS, *pages)
     written = [Path(shutil.copy(file, tmp_path)) for file in committed]
     written[0].write_text("{}")
     replace_block(written[1], "chips", "")
-    replace_block(written[2], token_chips.COMMAND, "")
+    replace_block(written[2], chips.TOKENS_COMMAND, "")
     monkeypatch.setattr(cost_model, "COUNTS", written[0])
     monkeypatch.setattr(chips, "PAGE", written[1])
-    monkeypatch.setattr(token_chips, "PAGE", written[2])
+    monkeypatch.setattr(chips, "TOKENS_PAGE", written[2])
     assert main(["cells", "--write"]) == 0
     cost_model.counts.cache_clear()
     for file, other in zip(committed, written, strict=True):
