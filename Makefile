@@ -49,7 +49,7 @@ bench: $(VENV)/.test
 
 # In build/agx: Debian's source package of Mesa, compiled in a minute; nothing is installed.
 agx:
-	$(PYTHON) bench/agx/build_mesa.py
+	$(PYTHON) bench/shaders/build_mesa.py
 
 # The NEON kernels, on a machine that is not aarch64: clang from the ziglang package, run by qemu-user.
 AARCH64 := $(BIN)/python -m ziglang c++ -Icsrc -I. -target aarch64-linux-musl -std=c++17 -O2 -ffp-contract=off -Wno-psabi -static

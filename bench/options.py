@@ -252,7 +252,7 @@ PRINTS = {
         "tokens context cache",
     ),
     "agx": Command(
-        "agx.command",
+        "shaders.agx",
         "kernels as code of M1 and M2, by Mesa's compiler (make agx), ours and peers'",
         "kernels metal rows ggml mlx",
     ),

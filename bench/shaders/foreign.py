@@ -1,7 +1,7 @@
 """Kernels of other projects as PTX, from the text of their files, to be counted like ours.
 
 The text is translated as for the emulator (torch_metalmm/msl), then compiled as tiles.py compiles
-ours, or as SPIR-V (agx/foreign.py). What makes no difference to the loops that are counted is taken
+ours, or as SPIR-V (agx.py). What makes no difference to the loops that are counted is taken
 away or made easy for them: function constants have the values of the way without checks, constant
 loops unroll whatever their size, and structs move in words as long as their size allows.
 """

@@ -1,5 +1,5 @@
 """Every kernel with a format, and a pass that plan() makes of it: what other compilers than Apple's
-are given to count (agx/, agx_registers.py)."""
+are given to count (agx.py, agx_registers.py)."""
 
 from __future__ import annotations
 

@@ -5,10 +5,9 @@ from __future__ import annotations
 import pytest
 from places import TESTS, mlx_include
 
-from bench.agx import foreign, kernels, rows
-from bench.agx.build_mesa import PROGRAM
-from bench.agx.code import read
-from bench.shaders import foreign as texts
+from bench.shaders import agx, foreign
+from bench.shaders.agx_code import read
+from bench.shaders.build_mesa import PROGRAM
 from torch_metalmm.msl import spirv
 
 # Printed after each of three steps: a preamble, and a kernel with an outer loop of one inside.
@@ -64,37 +63,37 @@ def test_a_kernel_without_a_loop_and_no_kernel() -> None:
 
 def test_weights_of_a_turn() -> None:
     """Rows of W times values of a piece, by formats.def and geometry.h."""
-    found = kernels.weights()
+    found = agx.weights()
     assert [found[f"gemv_{f}"] for f in ("f32", "q4_0", "q4_k")] == [4 * 4, 4 * 16, 4 * 32]
     assert found["gemv_wide_n_q4_0"] == 2 * found["gemv_q4_0"] == found["swiglu_up_q4_0"] * 2
 
 
 def test_patterns_name_kernels() -> None:
-    all_gemv = kernels.named(["gemv_*_f16"])
+    all_gemv = agx.named(["gemv_*_f16"])
     assert "gemv_q4_0_f16" in all_gemv and "gemv_batched_q4_0_f16" not in all_gemv
-    assert kernels.named(["gemm_q4_0_f16", "gemm_q4_0_f16"]) == ["gemm_q4_0_f16"]
+    assert agx.named(["gemm_q4_0_f16", "gemm_q4_0_f16"]) == ["gemm_q4_0_f16"]
     with pytest.raises(ValueError, match="no_such"):
-        kernels.named(["no_such_*"])
-    passes = [kernels.pass_of(kernel) for kernel in kernels.named(kernels.SHOWN)]
+        agx.named(["no_such_*"])
+    passes = [agx.pass_of(kernel) for kernel in agx.named(agx.SHOWN)]
     assert all(one["threadgroup_bytes"] >= 16 and one["group"][0] >= 32 for one in passes)
 
 
 def test_a_threshold_costs_least_in_all() -> None:
-    assert rows.threshold([1, 2, 3, 9], [4, 4, 4, 4]) == 3
-    assert rows.threshold([1, 5, 3, 9], [4, 4, 4, 4]) == 3
-    assert rows.threshold([5, 5], [4, 4]) == 0
-    assert rows.planned("q4_0") == 2 * rows.planned("q4_k")  # a pass has half as many rows
+    assert agx.threshold([1, 2, 3, 9], [4, 4, 4, 4]) == 3
+    assert agx.threshold([1, 5, 3, 9], [4, 4, 4, 4]) == 3
+    assert agx.threshold([5, 5], [4, 4]) == 0
+    assert agx.planned("q4_0") == 2 * agx.planned("q4_k")  # a pass has half as many rows
 
 
 OTHER = TESTS / "msl" / "packed.metal"
 
 
 def test_the_text_of_another_project_becomes_spirv() -> None:
-    translated, (kernel,) = texts.ggml(OTHER).translated(["kernel_mul_mv_q4_0_f32"])
-    module = spirv.compile_kernel(texts.text_of(translated), kernel, {}, 8192)
+    translated, (kernel,) = foreign.ggml(OTHER).translated(["kernel_mul_mv_q4_0_f32"])
+    module = spirv.compile_kernel(foreign.text_of(translated), kernel, {}, 8192)
     assert spirv.kernels_of(module) == [spirv.ENTRY]
     with pytest.raises(ValueError, match="kernel_mul_mv_q5_K_f32"):
-        list(foreign.ggml(OTHER))
+        list(agx.of_ggml(OTHER))
 
 
 needs_mesa = pytest.mark.skipif(not PROGRAM.exists(), reason="mmagx is not built: make agx")
@@ -104,10 +103,10 @@ needs_mesa = pytest.mark.skipif(not PROGRAM.exists(), reason="mmagx is not built
 def test_the_code_of_other_projects() -> None:
     """An fma for each weight of a turn: 2 rows of a block here; of MLX's, each 4 begin with a
     product."""
-    ((_, code),) = foreign.codes(texts.ggml(OTHER), ["kernel_mul_mv_q4_0_f32"])
+    ((_, code),) = agx.codes(foreign.ggml(OTHER), ["kernel_mul_mv_q4_0_f32"])
     assert not isinstance(code, str)
     assert code.counts["fma"] >= 2 * 32
-    for found in foreign.mlx(mlx_include()):
+    for found in agx.of_mlx(mlx_include()):
         assert not isinstance(found.code, str)
         assert found.code.counts["fma"] >= found.weights, found.kernel
 
@@ -115,8 +114,8 @@ def test_the_code_of_other_projects() -> None:
 @needs_mesa
 def test_a_tile_decodes_once_for_8_rows() -> None:
     """And the vector kernel in each pass over 8 rows of x (q4_0)."""
-    vectors = [rows.vector("q4_0", m).cycles for m in (1, 8, 16)]
-    tiles = [rows.tile("q4_0", m).cycles for m in (1, 8, 16)]
+    vectors = [agx.vector("q4_0", m).cycles for m in (1, 8, 16)]
+    tiles = [agx.tile("q4_0", m).cycles for m in (1, 8, 16)]
     assert tiles[0] == tiles[1] < tiles[2] < 2 * tiles[1]
     assert vectors[0] < vectors[1] < 8 * vectors[0] and vectors[2] == 2 * vectors[1]
 
@@ -125,11 +124,11 @@ def test_a_tile_decodes_once_for_8_rows() -> None:
 def test_what_the_compiler_says() -> None:
     """A kernel, one that would spill if all that is constant left its loops, one that spills."""
     plain, kept, spilling = map(
-        kernels.compile_kernel,
+        agx.compile_kernel,
         ("gemv_q8_0_f16", "gemv_batched_q5_0_f16", "gemv_batched_q5_0_f32"),
     )
     assert (plain.spills, kept.spills, spilling.spills) == (0, 0, 15)
-    assert f"{len(plain.loop) / kernels.weights()['gemv_q8_0']:.2f}" == "2.75"
+    assert f"{len(plain.loop) / agx.weights()['gemv_q8_0']:.2f}" == "2.75"
 
 
 @needs_mesa
@@ -146,5 +145,5 @@ def test_what_the_compiler_says() -> None:
 )
 def test_half_registers(kernel: str, most: int) -> None:
     """Beyond 128 a core holds fewer than 832 threads, beyond 208 fewer than 512."""
-    code = kernels.compile_kernel(kernel)
+    code = agx.compile_kernel(kernel)
     assert code.half_registers <= most and not code.spills

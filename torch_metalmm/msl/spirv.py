@@ -1,8 +1,9 @@
 """Compiles a shader of metal/ to SPIR-V: `python -m torch_metalmm.msl.spirv KERNEL FILE [k=4096]`.
 
 SPIR-V is what drivers' compilers read that are no NVIDIA's: Mesa's makes code of Apple GPUs from it
-(bench/agx). A file is one kernel as OpenCL has them, whose buffers are its parameters in the order
-of the text, with values for the function constants and for the bytes of threadgroup memory.
+(bench/shaders/agx.py). A file is one kernel as OpenCL has them, whose buffers are its parameters in
+the order of the text, with values for the function constants and for the bytes of threadgroup
+memory.
 Nothing runs these files: a product of simdgroup matrices is only counted
 (csrc/msl/spirv/simdgroup_matrix.h).
 """

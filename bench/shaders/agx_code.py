@@ -14,7 +14,7 @@ from collections import Counter
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from ..shaders.ptx import Block, inner_loops
+from .ptx import Block, inner_loops
 
 OPS = {
     "fma": "ffma fadd fmul hfma hadd hmul",

@@ -1,21 +1,23 @@
-"""`python -m bench agx`: the shaders as code of Apple's G13 and G14 GPUs (M1, M2), by Mesa.
+"""`python -m bench agx`: the shaders as code of Apple's G13 and G14 GPUs (M1, M2), by Mesa; the
+vector kernels of ggml and MLX, too, and with --rows what several rows of x cost.
 
 torch_metalmm.msl.spirv makes SPIR-V of a kernel with the constants of the pass that plan() makes of
-it, mmagx makes code of that, code.py counts. Instructions and operands are the machine's own; the
-registers and the order are Mesa's choice, not Apple's. A product of simdgroup matrices is two
+it, mmagx makes code of that, agx_code.py counts. Instructions and operands are the machine's own;
+the registers and the order are Mesa's choice, not Apple's. A product of simdgroup matrices is two
 multiply-adds here, for Mesa has no simd_matrix, and the threads of a core are those of Mesa's
 table. bf16 is left out: Mesa 25.0 reads no bfloat.
 """
 
 from __future__ import annotations
 
+import argparse
 import fnmatch
 import functools
 import os
 import re
 import subprocess
 import tempfile
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -23,11 +25,12 @@ from typing import Any, NamedTuple
 from torch_metalmm import _C
 from torch_metalmm.msl import spirv
 from torch_metalmm.msl.build import BuildError
+from torch_metalmm.msl.source import Kernel
 
-from ..shaders import cells, passes
-from ..tables import Table
+from ..tables import Table, to_markdown
+from . import cells, foreign, passes, tiles
+from .agx_code import CLASSES, Code, read
 from .build_mesa import PROGRAM
-from .code import CLASSES, Code, read
 
 # Where none is named: gemv of every format, then other kernels of a few.
 SHOWN = (
@@ -193,3 +196,158 @@ def named(patterns: Sequence[str]) -> list[str]:
             raise ValueError(f"{pattern}: no kernel has such a name")
         out += names
     return list(dict.fromkeys(out))
+
+
+# ---- ggml's and MLX's, from the text of their files
+#
+# Translated as for the emulator, made SPIR-V as ours are and counted by the same compiler, with the
+# values of the way without checks for their function constants. Loops of a constant length unroll
+# whatever their size. A product and a sum are one instruction, which their fast math allows.
+
+# Weights that a lane takes in a turn of its loop. ggml, x f32: rows of W (N_R0 of
+# ggml-metal-impl.h) times values. MLX, x f16: 4 rows times values.
+GGML = {
+    "q4_0": 4 * 16, "q4_1": 4 * 16, "q5_0": 4 * 16, "q5_1": 4 * 16, "q8_0": 2 * 8, "q2_K": 4 * 32,
+    "q3_K": 2 * 32, "q4_K": 2 * 32, "q5_K": 32, "q6_K": 2 * 16,
+}  # fmt: skip
+MLX = {"half, 64, 2": 4 * 16, "half, 64, 4": 4 * 16, "half, 64, 8": 4 * 8}
+_THREADS, _THREADGROUP_BYTES = 64, 8192
+_OPTIONS = ["-ffp-contract=fast", *foreign.UNROLL]
+
+
+def codes(text: foreign.Text, names: list[str]) -> Iterator[tuple[str, Code | str]]:
+    """Kernels by name. ValueError: the text has no such kernel, or is not Metal."""
+    translated, wanted = text.translated(names)
+    body = foreign.text_of(translated)
+
+    def job(kernel: Kernel) -> Code:
+        module = spirv.compile_kernel(body, kernel, {}, _THREADGROUP_BYTES, _OPTIONS)
+        return compile_module(kernel.name, module, _THREADS, fuse=True)
+
+    return zip([k.name for k in wanted], each(job, wanted), strict=True)
+
+
+def of_ggml(file: Path) -> Iterator[Found]:
+    """kernel_mul_mv of mul_mv.metal. ValueError: another file. OSError: no such file."""
+    names = {f"kernel_mul_mv_{f}_f32": n for f, n in GGML.items()}
+    for name, code in codes(foreign.ggml(file), list(names)):
+        yield Found(f"ggml {name}", names[name], code)
+
+
+def of_mlx(folder: Path) -> Iterator[Found]:
+    """affine_qmv_fast of MLX's include folder. ValueError: another folder."""
+    text = foreign.mlx(folder, [f"affine_qmv_fast<{a}, false>" for a in MLX])
+    names = {f"mlx_{i}": a for i, a in enumerate(MLX)}
+    for name, code in codes(text, list(names)):
+        yield Found(f"MLX qmv_fast {names[name]}", MLX[names[name]], code)
+
+
+# ---- several rows of x: the vector kernels and the tile
+#
+# A kernel is compiled for the pass that plan() makes of so many rows. A weight that it decodes in
+# several passes over M costs as often; that of a tile costs the same for 8 rows of x whatever there
+# are. A product of two 8 x 8 matrices, two multiply-adds in Mesa's code, takes 16 slots
+# (docs/chip-model.md).
+
+FORMATS = ("q4_0", "q5_0", "q8_0", "iq4_nl", "mxfp4")  # a pass has up to 8 rows of x
+FORMATS += ("q2_k", "q3_k", "q4_k", "q5_k", "q6_k", "affine4", "affine8")  # up to 4
+ROWS_SHOWN = (2, 4, 8)
+MOST = 16
+# gemm_small: weights that a lane decodes for 32 products, and slots of a product in Mesa's code.
+_TILE_WEIGHTS, _TILE_PRODUCTS, _COUNTED_SLOTS = 64, 32, 2
+
+
+class Cost(NamedTuple):
+    """Cost of a weight, for all rows of x."""
+
+    instructions: float
+    cycles: float
+
+
+def _pass(strategy: str, codec: str, m: int) -> passes.Pass:
+    asked = {"m": m, "n": 4096, "k": 4096, "format": passes.codecs()[codec], "dtype": "f16"}
+    plan = _C.plan(strategy=strategy, chip="m1-max", **asked)
+    return next(one for one in plan["passes"] if one["kernel"].startswith(strategy))
+
+
+@functools.cache
+def _code(strategy: str, codec: str, batch: int) -> Code:
+    """The machine code of a pass of so many rows of x."""
+    return compile_pass(_pass(strategy, codec, max(batch, 1)))
+
+
+def vector(codec: str, m: int) -> Cost:
+    """gemv of one row, gemv_batched of more."""
+    strategy = "gemv" if m == 1 else "gemv_batched"
+    one = _pass(strategy, codec, m)
+    batch = one["constants"]["batch"]
+    code, times = _code(strategy, codec, batch), one["grid"][0]
+    # Beside rows of x that are kept a turn has as many rows of W as one of gemv.
+    turn = "gemv" if batch <= _C.KEPT_ROWS else strategy
+    each = times / weights()[f"{turn}_{codec}"]
+    return Cost(len(code.loop) * each, code.cycles * each)
+
+
+def tile(codec: str, m: int) -> Cost:
+    """gemm_small, without the pass that may arrange x."""
+    one = _pass("gemm_small", codec, m)
+    code, times = _code("gemm_small", codec, one["constants"]["batch"]), one["grid"][0]
+    products = _TILE_PRODUCTS * one["constants"]["batch"] // 8
+    cycles = code.cycles + products * (tiles.PRODUCT_CYCLES - _COUNTED_SLOTS)
+    loop = len(code.loop) - products * (_COUNTED_SLOTS - 1)
+    return Cost(loop * times / _TILE_WEIGHTS, cycles * times / _TILE_WEIGHTS)
+
+
+def threshold(vectors: Sequence[float], tiled: Sequence[float]) -> int:
+    """So many rows that the vector kernel up to there and the tile beyond cost least in all, each M
+    from 1 on as one."""
+    best = [min(pair) for pair in zip(vectors, tiled, strict=True)]
+    taken = (vectors[:m] + tiled[m:] for m in range(len(best) + 1))
+    sums = [sum(t / b for t, b in zip(one, best, strict=True)) for one in taken]
+    return sums.index(min(sums))
+
+
+def planned(codec: str) -> int:
+    """Up to how many rows plan() takes the vector kernels of an M1."""
+    asked = {"n": 4096, "k": 4096, "format": passes.codecs()[codec], "dtype": "f16", "chip": "m1"}
+    kernels_of = {
+        m: [one["kernel"] for one in _C.plan(m=m, **asked)["passes"]] for m in range(1, MOST + 1)
+    }
+    return max(m for m, names in kernels_of.items() if any("gemv" in name for name in names))
+
+
+def rows_table() -> Table:
+    """A row for each format. RuntimeError, BuildError: a compiler's message."""
+    each = [(f, m) for f in FORMATS for m in range(1, MOST + 1)]
+    vectors = {(f, m): vector(f, m) for f, m in each}
+    tiled = {(f, m): tile(f, m) for f, m in each}
+    rows = []
+    for f in FORMATS:
+        one = vectors[f, 1]
+        ratios = [vectors[f, m].instructions / one.instructions for m in ROWS_SHOWN]
+        cycles = [f"{vectors[f, m].cycles:.2f}" for m in (1, *ROWS_SHOWN, MOST)]
+        least = threshold(
+            [vectors[f, m].cycles for m in range(1, MOST + 1)],
+            [tiled[f, m].cycles for m in range(1, MOST + 1)],
+        )
+        shown = [f"{r:.2f}" for r in ratios]
+        of_tile = [f"{tiled[f, m].cycles:.2f}" for m in (8, MOST)]
+        rows.append(
+            [f, f"{one.instructions:.2f}", *shown, *cycles, *of_tile, str(least), str(planned(f))]
+        )
+    columns = ["W", "instructions, M = 1", *(f"M = {m}, of that" for m in ROWS_SHOWN)]
+    columns += [f"cycles, M = {m}" for m in (1, *ROWS_SHOWN, MOST)]
+    columns += [f"tile, {m} rows" for m in (8, MOST)] + ["vector up to M", "plan()"]
+    return Table("Several rows of x, f16: a weight", columns, rows)
+
+
+def print_(args: argparse.Namespace) -> None:
+    """A row for each kernel, ours and other projects', or what several rows of x cost."""
+    if args.rows:
+        print(to_markdown(rows_table()))
+        return
+    names = named(args.kernels or SHOWN)
+    found = measure(names, args.metal or spirv.METAL)
+    found += [*(of_ggml(args.ggml) if args.ggml else ())]
+    found += [*(of_mlx(args.mlx) if args.mlx else ())]
+    print(to_markdown(table(found)))
