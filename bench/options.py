@@ -114,7 +114,7 @@ OPTIONS = {
     "kernels": Option("names or patterns, as 'gemv_*_f16'", nargs="*", positional=True),
     "metal": Option("another folder with the files of metal/", Path),
     "rows": Option("what several rows of x cost vector kernels and tiles instead", bool),
-    "ggml": Option("mul_mm.metal of ggml, of agx mul_mv.metal, in its own folders", Path),
+    "ggml": Option("mul_mv.metal of ggml, in its own folders", Path),
     "mlx": Option("include folder of the wheel of MLX for macOS", Path),
     "neon.ggml": Option("beside ggml: its folder, of llama.cpp's sources", Path),
     "chips.tokens": Option("of whole tokens, not of products", bool),
@@ -259,15 +259,10 @@ PRINTS = {
     "neon": Command(
         "neon.command", "instructions of products with one row of x on a Mac's CPU, by qemu", "ggml"
     ),
-    "tiles": Command(
-        "shaders.tiles",
-        "issue cycles per product of matrices, ours and peers'",
-        "ggml mlx",
-    ),
 }
 COMMANDS = MEASURES | PRINTS
 # Commands that read or write pages, shaders and tests beside the package.
-OF_A_CLONE = ("agx", "cache", "cells", "chips", "neon", "tiles", "plot-formats")
+OF_A_CLONE = ("agx", "cache", "cells", "chips", "neon", "plot-formats")
 
 
 def options_of(command: str) -> dict[str, Option]:

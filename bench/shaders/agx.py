@@ -28,7 +28,7 @@ from torch_metalmm.msl.build import BuildError
 from torch_metalmm.msl.source import Kernel
 
 from ..tables import Table, to_markdown
-from . import cells, foreign, passes, tiles
+from . import cells, foreign, passes
 from .agx_code import CLASSES, Code, read
 from .build_mesa import PROGRAM
 
@@ -253,8 +253,9 @@ FORMATS = ("q4_0", "q5_0", "q8_0", "iq4_nl", "mxfp4")  # a pass has up to 8 rows
 FORMATS += ("q2_k", "q3_k", "q4_k", "q5_k", "q6_k", "affine4", "affine8")  # up to 4
 ROWS_SHOWN = (2, 4, 8)
 MOST = 16
-# gemm_small: weights that a lane decodes for 32 products, and slots of a product in Mesa's code.
-_TILE_WEIGHTS, _TILE_PRODUCTS, _COUNTED_SLOTS = 64, 32, 2
+# gemm_small: weights that a lane decodes for 32 products; slots of a product in Mesa's code, and
+# its cycles: 512 multiply-adds of 32 lanes at the rate of the vector units.
+_TILE_WEIGHTS, _TILE_PRODUCTS, _COUNTED_SLOTS, _PRODUCT_CYCLES = 64, 32, 2, 16
 
 
 class Cost(NamedTuple):
@@ -293,7 +294,7 @@ def tile(codec: str, m: int) -> Cost:
     one = _pass("gemm_small", codec, m)
     code, times = _code("gemm_small", codec, one["constants"]["batch"]), one["grid"][0]
     products = _TILE_PRODUCTS * one["constants"]["batch"] // 8
-    cycles = code.cycles + products * (tiles.PRODUCT_CYCLES - _COUNTED_SLOTS)
+    cycles = code.cycles + products * (_PRODUCT_CYCLES - _COUNTED_SLOTS)
     loop = len(code.loop) - products * (_COUNTED_SLOTS - 1)
     return Cost(loop * times / _TILE_WEIGHTS, cycles * times / _TILE_WEIGHTS)
 

@@ -1,9 +1,9 @@
-"""Kernels of other projects as PTX, from the text of their files, to be counted like ours.
+"""Kernels of other projects, from the text of their files, to be counted like ours (agx.py).
 
-The text is translated as for the emulator (torch_metalmm/msl), then compiled as tiles.py compiles
-ours, or as SPIR-V (agx.py). What makes no difference to the loops that are counted is taken
-away or made easy for them: function constants have the values of the way without checks, constant
-loops unroll whatever their size, and structs move in words as long as their size allows.
+The text is translated as for the emulator (torch_metalmm/msl). What makes no difference to the
+loops that are counted is taken away or made easy for them: function constants have the values of
+the way without checks, constant loops unroll whatever their size, and structs move in words as long
+as their size allows.
 """
 
 from __future__ import annotations
@@ -13,13 +13,10 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
 
-from torch_metalmm.msl.build import LANGUAGE, translate
+from torch_metalmm.msl.build import translate
 from torch_metalmm.msl.source import Kernel
 
-from . import cells, ptx
-
-MATRIX = Path(__file__).with_name("counted_matrix.h")
-HEAD = f'#include <metal_stdlib>\n#include "{MATRIX}"\n'
+HEAD = f'#include <metal_stdlib>\n#include "{Path(__file__).with_name("foreign.h")}"\n'
 
 _CONSTANT = re.compile(
     r'constant\s+(\w+)\s+(\w+)\s+\[\[clang::loader_uninitialized, gnu::alias\("mm_fc_\d+"\)\]\];'
@@ -53,16 +50,6 @@ def text_of(translated: str) -> str:
     return f"#define MM_TRANSLATED 1\n{HEAD}{body}"
 
 
-def _for_ptx(translated: str, wanted: Sequence[Kernel]) -> str:
-    """The text that makes PTX of the kernels."""
-    pointers = "".join(
-        f'\nextern "C" __attribute__((used)) decltype(&{k.expression}) mm_counted_{i} = '
-        f"&{k.expression};\n"
-        for i, k in enumerate(wanted)
-    )
-    return text_of(translated) + pointers
-
-
 class Text(NamedTuple):
     """A text of another project, in Metal Shading Language."""
 
@@ -80,21 +67,11 @@ class Text(NamedTuple):
         return translated, wanted
 
 
-def functions(text: Text, kernels: Sequence[str]) -> dict[str, str]:
-    """{kernel: its function in PTX}. ValueError: as translated(). BuildError: what the compiler
-    says."""
-    translated, wanted = text.translated(kernels)
-    out = cells.clang(_for_ptx(translated, wanted), *LANGUAGE, *cells.FLAGS, *UNROLL)
-    found = ptx.functions(out)
-    symbols = dict(re.findall(r"\bmm_counted_(\d+) = (?:generic\()?(\w+)", out))
-    return {k.name: found[symbols[str(i)]] for i, k in enumerate(wanted)}
-
-
 # ---- the two projects
 
 
 def ggml(file: Path) -> Text:
-    """ggml's mul_mm.metal or mul_mv.metal, or the ggml-metal.metal that older versions have."""
+    """ggml's mul_mv.metal, or the ggml-metal.metal that older versions have."""
     return Text(file.read_text(), file.name, [*file.resolve().parents][:3])
 
 

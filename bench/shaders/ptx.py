@@ -7,7 +7,6 @@ RISC with three operands. RULES says where they differ, and what an instruction 
 
 from __future__ import annotations
 
-import functools
 import re
 from collections import Counter
 from collections.abc import Container, Iterator
@@ -23,9 +22,8 @@ CLASSES += ("branch", "load")
 FREE = "free"
 
 # (opcode and last operand, class, issue cycles); the first match counts.
-Rules = tuple[tuple[str, str, int], ...]
-RULES: Rules = tuple(
-    (pattern, kind, cycles)
+RULES = tuple(
+    (re.compile(pattern), kind, cycles)
     for kind, cycles, patterns in (
         # A 32-bit register is two 16-bit ones, each an operand of its own: halves are neither
         # shifted nor masked out, nor packed, but a constant half is written (_opens). Registers
@@ -176,15 +174,10 @@ def main_loop(function: str) -> list[Instruction]:
     return max(bodies, key=len)
 
 
-@functools.cache
-def _compiled(rules: Rules) -> list[tuple[re.Pattern[str], str, int]]:
-    return [(re.compile(pattern), kind, cycles) for pattern, kind, cycles in rules]
-
-
-def classify(instruction: Instruction, rules: Rules = RULES) -> tuple[str, int]:
+def classify(instruction: Instruction) -> tuple[str, int]:
     """(class, issue cycles). ValueError: an opcode that no rule knows."""
     key = f"{instruction.opcode} {instruction.operands.split(',')[-1].strip()}"
-    for pattern, kind, cycles in _compiled(rules):
+    for pattern, kind, cycles in RULES:
         if pattern.fullmatch(key):
             return kind, cycles
     raise ValueError(f"no rule of ptx.py for: {instruction.opcode} {instruction.operands}")
@@ -226,14 +219,12 @@ def _opens(i: Instruction, constants: Container[str]) -> bool:
     return any(half[0] != "%" or half in constants for half in re.split(r",\s*", joined[1]))
 
 
-def cost(
-    instructions: list[Instruction], constants: Container[str] = (), rules: Rules = RULES
-) -> Cost:
-    """The cost of `instructions` by `rules`; `constants`: constant_halves() of their function."""
+def cost(instructions: list[Instruction], constants: Container[str] = ()) -> Cost:
+    """The cost of `instructions` by RULES; `constants`: constant_halves() of their function."""
     out = Cost(Counter(), Counter())
     for i, packs in zip(instructions, _packs(instructions), strict=True):
         opens = not packs and _opens(i, constants)
-        kind, cycles = (FREE, 0) if packs else ("bitwise", 1) if opens else classify(i, rules)
+        kind, cycles = (FREE, 0) if packs else ("bitwise", 1) if opens else classify(i)
         out.counts[kind] += 1
         out.by_class[kind] += cycles
     return out

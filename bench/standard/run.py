@@ -110,10 +110,8 @@ def standard(asked: Asked) -> int:
 
 def drawn(found: Record, picture: Path) -> str:
     """Draws; what became of it, in a line."""
-    from .picture import draw
-
     try:
-        draw(found, picture)
+        show.draw(found, picture)
     except (ImportError, ValueError) as error:
         return str(error)
     return f"picture: {picture}"

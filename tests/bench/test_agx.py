@@ -94,6 +94,8 @@ def test_the_text_of_another_project_becomes_spirv() -> None:
     assert spirv.kernels_of(module) == [spirv.ENTRY]
     with pytest.raises(ValueError, match="kernel_mul_mv_q5_K_f32"):
         list(agx.of_ggml(OTHER))
+    with pytest.raises(ValueError, match="has no mlx/backend/metal/kernels"):
+        list(agx.of_mlx(TESTS))
 
 
 needs_mesa = pytest.mark.skipif(not PROGRAM.exists(), reason="mmagx is not built: make agx")

@@ -3,12 +3,9 @@
 from __future__ import annotations
 
 import pytest
-from places import TESTS
 
 from bench.__main__ import main
 from bench.shapes import parse_ints
-
-FOLDER = TESTS / "msl"
 
 
 @pytest.mark.parametrize(
@@ -25,9 +22,6 @@ FOLDER = TESTS / "msl"
             (f"experts --experts {text}", f"'{text}'; must be EXPERTSxCHOSENxNxK")
             for text in ("8x2x64", "8x2x0x256", "axbxcxd")
         ),
-        (f"tiles --ggml {FOLDER}/none.metal", "none.metal"),
-        (f"tiles --ggml {FOLDER}/packed.metal", "has no kernel kernel_mul_mm_f16_f16"),
-        (f"tiles --mlx {FOLDER}", "has no mlx/backend/metal/kernels"),
         ("tokens --context 1k,2k", "several only with --cache"),
         ("tokens --cache q9", "format"),
         ("tokens --cache f16 --context 0", "whole numbers of at least 1"),

@@ -11,7 +11,7 @@ import pytest
 from failing import failure
 
 from torch_metalmm.bench.devices import CPU
-from torch_metalmm.bench.standard import layers, record
+from torch_metalmm.bench.standard import record
 from torch_metalmm.tools.cli import main
 
 Record = dict[str, Any]
@@ -83,7 +83,7 @@ def test_a_record_of_another_writes_text_alone(
 
 def test_tokens_of_another_context_are_another_figure(written: Record) -> None:
     longer = [t | {"context": 2 * t["context"]} for t in written["tokens"]]
-    first, second = (layers.figures(r) for r in (written, written | {"tokens": longer}))
+    first, second = (record.figures(r) for r in (written, written | {"tokens": longer}))
     names = {name for name in first if name.startswith("token")}
     assert len(names) == len(longer) and names.isdisjoint(second)
 

@@ -21,7 +21,7 @@ from torch_metalmm.bench.devices import CPU, Device
 from torch_metalmm.bench.models import llamas
 from torch_metalmm.bench.problem import Setting, Variant
 from torch_metalmm.bench.shapes import Shape
-from torch_metalmm.bench.standard import layers, products, record, run, show, stack
+from torch_metalmm.bench.standard import products, record, run, show, stack
 from torch_metalmm.tools.cli import main
 from torch_metalmm.tools.cost_model import LAUNCH_US, REACHED, Chip
 from torch_metalmm.tools.token_time import token_time
@@ -106,7 +106,7 @@ def test_a_record_has_what_was_asked_for(written: Record) -> None:
 
 def test_a_layer_is_the_sum_of_its_products(invented: Record) -> None:
     """Those with 8 rows of x lack a shape: there is no sum."""
-    (layer,) = layers.layers(invented)
+    (layer,) = record.layers(invented)
     assert (layer.m, layer.us, layer.predicted_us, layer.roof_us) == (1, 40.0, 20.0, 3.0)
     assert (layer.linear_us, layer.speedup, layer.spread) == (300.0, 7.5, 12.0)
     assert layer.weight_bytes == 3 * 144

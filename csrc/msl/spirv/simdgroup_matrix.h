@@ -2,12 +2,9 @@
 // a lane of an Apple GPU does (two neighbours at once, or two values that lie apart), and a product
 // of two matrices is one place in the code: counted::product() of the target. The product of SPIR-V
 // is two multiply-adds, for no compiler but Apple's has an instruction for the product.
-// bench/shaders/counted_matrix.h has another for PTX.
 #pragma once
 
-#ifdef __SPIRV__
 #include "simd.h"
-#endif
 
 namespace metal {
 
@@ -35,17 +32,12 @@ namespace counted {
 METAL_FUNC ulong row() { return warp::lane() / 2 % 4 + warp::lane() / 16 * 4; }
 METAL_FUNC ulong column() { return warp::lane() % 2 * 2 + warp::lane() / 8 % 2 * 4; }
 
-#ifdef __SPIRV__
 template <class A, class B>
 METAL_FUNC vec<float, 2> product(vec<A, 2> a, vec<B, 2> b, vec<float, 2> c) {
   c.x = fma(static_cast<float>(a.x), static_cast<float>(b.x), c.x);
   c.y = fma(static_cast<float>(a.y), static_cast<float>(b.y), c.y);
   return c;
 }
-#else
-template <class A, class B>
-METAL_FUNC vec<float, 2> product(vec<A, 2> a, vec<B, 2> b, vec<float, 2> c);
-#endif
 
 }  // namespace counted
 
