@@ -58,12 +58,6 @@ OPTIONS = {
     "dtype": Option("of x, for torch_metalmm (cpu f32, else f16)", choices=DTYPES),
     "strategy": Option("force one of torch_metalmm's, as gemv, gemm, attention_tile"),
     "seconds": Option("time budget of a cell, beyond repetitions (1)", float, 1.0, 0.0),
-    "experts": Option(
-        "EXPERTSxCHOSENxNxK, gate and up N by K (128x8x768x2048)",
-        normal="128x8x768x2048",
-        quick="8x2x64x256",
-    ),
-    "experts.tokens": Option("rows of x, as 1,4,512", normal="1,4,512", quick="1,16"),
     "heads": Option("HEADSxKV_HEADSxSIZE (32x8x128)", normal="32x8x128", quick="8x2x64"),
     "batch": Option("sequences, as 1,8 (1,8)", normal="1,8", quick="1,2"),
     "context": Option(
@@ -158,9 +152,6 @@ MEASURES = {
                 EXACT | {"m": "1,2"},
             ),
         },
-    ),
-    "experts": Command(
-        "ops.experts", "products of experts that tokens choose", ON_DEVICE + "experts tokens dtype"
     ),
     "recurrent": Command(
         "ops.recurrent",

@@ -10,7 +10,6 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.nn.functional import silu
 
 from torch_metalmm import formats
 
@@ -20,8 +19,6 @@ from .shapes import Shape
 CHECKED_ROWS = 256
 COLD_FACTOR = 3  # copies of W fill this many last-level caches
 CONFIDENCE = 8.0
-PATTERN_ROWS = 64  # rows of a W that are quantized where the others are copies of them
-SILU_SLOPE = 1.1  # the largest |silu'| is 1.0998
 DTYPES = {"f32": torch.float32, "f16": torch.float16, "bf16": torch.bfloat16}
 LABELS = {dtype: name for name, dtype in DTYPES.items()}
 _DIGITS = {torch.float32: 24, torch.float16: 11, torch.bfloat16: 8}
@@ -52,10 +49,6 @@ class Bounded(NamedTuple):
     exact: Tensor
     error: Tensor
 
-    def and_roundings(self, count: int) -> Bounded:
-        """After so many more roundings in f32."""
-        return self._replace(error=self.error + count * unit(torch.float32) * self.exact.abs())
-
     def stored(self, dtype: torch.dtype) -> Bounded:
         """After one rounding to dtype."""
         rounding = unit(dtype) * (self.exact.abs() + self.error)
@@ -66,31 +59,6 @@ class Bounded(NamedTuple):
         ratio = (given.cpu().double() - self.exact).abs() / self.error
         worst = math.inf if bool(ratio.isnan().any()) else float(ratio.max())
         return {"worst": worst, "ok": worst <= 1.0}
-
-
-def product(x: Tensor, w: Tensor, relative: float = 0.0, times: float = 1.0) -> Bounded:
-    """x[M, K] w[N, K]ᵀ in f64: `times` the error of its additions, and `relative` of |x| |w|ᵀ."""
-    x, w = x.double(), w.double()
-    size = x.abs() @ w.abs().t()
-    return Bounded(x @ w.t(), times * of_additions(x.shape[1], size) + relative * size)
-
-
-def gated(gate: Bounded, up: Bounded) -> Bounded:
-    """silu(gate) * up, without the roundings of both."""
-    activated = silu(gate.exact)
-    error = SILU_SLOPE * gate.error * (up.exact.abs() + up.error) + activated.abs() * up.error
-    return Bounded(activated * up.exact, error)
-
-
-def copied_rows(
-    n: int, k: int, format: str, make: torch.Generator, rows: int = PATTERN_ROWS
-) -> tuple[Tensor, Tensor, Tensor]:
-    """`rows` quantized random rows, the same in f64, and which of them each of n rows is."""
-    rows = min(n, rows)
-    values = torch.randn(rows, k, generator=make).mul_(0.02)
-    pattern = torch.ops.metalmm.quantize(values, format)
-    decoded = formats.get(format).dequantize(pattern, k).double()
-    return pattern, decoded, torch.randint(rows, (n,), generator=make)
 
 
 def rotated(packed: Tensor, copies: int) -> list[Tensor]:
@@ -256,7 +224,7 @@ class Checker:
         if variant.name not in self._decoded:
             self._decoded[variant.name] = variant.decoded()
         w, rounding, x64 = self._decoded[variant.name], variant.rounding, x.double()
-        wanted = product(x64, w)
+        wanted = Bounded(x64 @ w.t(), of_additions(x64.shape[1], x64.abs() @ w.abs().t()))
         if rounding.x_error is not None:
             wanted = Bounded(wanted.exact, wanted.error + rounding.x_error(x64) @ w.abs().t())
         wanted = wanted.stored(rounding.out)

@@ -83,7 +83,6 @@ def table(title: str, columns: Iterable[Column], records: Sequence[Record]) -> T
 CELLS: dict[str, set[str]] = {
     "matmul": {"format", "worst"},
     "exact": {"format", "worst"},
-    "experts": set(),
     "attention": {"format"},
     "recurrent": set(),
 }
@@ -92,7 +91,6 @@ OF_CELLS: tuple[Column, ...] = (
     ("format", "format", str),
     ("N×K", "w", str),
     ("M", "m", str),
-    ("tokens", "tokens", str),
     ("batch", "batch", str),
     ("slots", "slots", str),
     ("positions", "positions", str),
@@ -108,8 +106,6 @@ OF_CELLS: tuple[Column, ...] = (
     ("vs f16", "of_f16", times),
     ("vs rows", "of_rows", times),
     ("one row over it", "of_one", times),
-    ("linear of the same work over it", "of_same_work", times),
-    ("of one expert over it", "of_one_expert", times),
     ("in chunks over it", "of_chunks", times),
     ("error", "error", scientific),
     ("of bound", lambda r: 100 * r["worst"] if "worst" in r else None, percent),

@@ -18,10 +18,8 @@ from bench.shapes import parse_ints
         ("attention --context 0", "'0'; must be whole numbers of at least 1"),
         ("attention --batch 1,8-4", "'8-4'; must be whole numbers"),
         ("chips --cache q8_0", "only with --tokens"),
-        *(
-            (f"experts --experts {text}", f"'{text}'; must be EXPERTSxCHOSENxNxK")
-            for text in ("8x2x64", "8x2x0x256", "axbxcxd")
-        ),
+        ("attention --heads 8x0x64", "must be HEADSxKV_HEADSxSIZE"),
+        ("attention --heads axbxc", "must be HEADSxKV_HEADSxSIZE"),
         ("tokens --context 1k,2k", "several only with --cache"),
         ("tokens --cache q9", "format"),
         ("tokens --cache f16 --context 0", "whole numbers of at least 1"),
