@@ -65,8 +65,6 @@ OPTIONS = {
         "with --cache several",
         normal="32",
     ),
-    "states": Option("HEADSxVALUES (32x128)", normal="32x128", quick="4x32"),
-    "positions": Option("of a sequence, as 1,512", normal="1,8,512,4096", quick="1,40"),
     "prefill": Option("queries of a prefill (512); 0: none", int, 512, 24),
     "filled": Option("slots before a prefill (0,8k)", normal="0,8k", quick="0,100"),
     "pages": Option("caches in pages, too", bool),
@@ -81,9 +79,6 @@ OPTIONS = {
         "models that round their activations so, too", normal=(), choices=KINDS, nargs="+"
     ),
     "tp": Option("over so many processes with a device each, beside one (cuda: NCCL)", int),
-    "one-device": Option(
-        "--tp where there is one GPU: logits of processes that share it, times of one's part", bool
-    ),
     "new-tokens": Option("tokens decoded in a round (8)", int, 8, 4),
     "chip": Option("whose passes are counted on a CPU (m4-max)", normal="m4-max"),
     "overhead": Option("layers of tiny weights, on the CPU: microseconds a layer", bool),
@@ -142,24 +137,19 @@ ON_GPU = {"formats": "q4_0,q4_k,affine4_g64", "context": "128"}
 EXACT = {"formats": "q4_0,q4_k,q6_k,q8_0,affine4_g64", "m": "1-8"}
 MEASURES = {
     "matmul": Command(
-        "ops.matmul",
+        "matmul",
         "cold matmul against peers and roofs",
         ON_DEVICE + "shapes m engines dtype strategy seconds exact",
         modes={
             "exact": (
-                "ops.matmul",
+                "matmul",
                 EXACT | {"shapes": "14336x4096"},
                 EXACT | {"m": "1,2"},
             ),
         },
     ),
-    "recurrent": Command(
-        "ops.recurrent",
-        "prompts through gated_delta and ssm_scan",
-        ON_DEVICE + "states positions dtype",
-    ),
     "attention": Command(
-        "ops.attention",
+        "attention",
         "the op on caches, beside torch's SDPA",
         ON_DEVICE + "heads batch context prefill filled pages dtype strategy compile seconds",
         {
@@ -172,7 +162,7 @@ MEASURES = {
         "models.tokens",
         "what a token costs, by part",
         ON_DEVICE + "models no-graph no-fuse no-peers prompt context cache activations tp "
-        "one-device new-tokens chip overhead families loops draft ops write mtp "
+        "new-tokens chip overhead families loops draft ops write mtp "
         "train folder told hidden",
         {
             "cpu": {"formats": "q4_0,q4_k,q6_k,q8_0", "models": "168m,smollm2"},

@@ -84,7 +84,6 @@ CELLS: dict[str, set[str]] = {
     "matmul": {"format", "worst"},
     "exact": {"format", "worst"},
     "attention": {"format"},
-    "recurrent": set(),
 }
 OF_CELLS: tuple[Column, ...] = (
     ("variant", "variant", str),
@@ -93,7 +92,6 @@ OF_CELLS: tuple[Column, ...] = (
     ("M", "m", str),
     ("batch", "batch", str),
     ("slots", "slots", str),
-    ("positions", "positions", str),
     ("MB of cache", "bytes", with_unit(1e6)),
     ("µs", lambda r: microseconds(r, 4), str),
     ("IQR", spread, percent),
@@ -106,7 +104,6 @@ OF_CELLS: tuple[Column, ...] = (
     ("vs f16", "of_f16", times),
     ("vs rows", "of_rows", times),
     ("one row over it", "of_one", times),
-    ("in chunks over it", "of_chunks", times),
     ("error", "error", scientific),
     ("of bound", lambda r: 100 * r["worst"] if "worst" in r else None, percent),
 )

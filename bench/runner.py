@@ -1,6 +1,7 @@
 """The runner of cells: every way of a cell is checked, then all are timed in turns with the roofs.
 
-A subject (ops/) says what its cells are. Records and tables are the same for all of them.
+A subject (matmul.py, attention.py) says what its cells are. Records and tables are the same for
+all of them.
 """
 
 from __future__ import annotations

@@ -4,10 +4,6 @@ First one process, then `--tp` of them: NCCL on cuda, gloo on the CPU. Each make
 same random model. All logits are compared with those of one process that computes in f32: of 80
 layers of random weights the rounding to f16 alone moves them by 2 to 6 % (8 B: 0.7 %).
 Beside them the dense model under transformers' own tensor parallelism, of other random weights.
-
-With --one-device the processes share a device, where no more are to be had: their logits are
-compared, over gloo, and one process with its part alone is timed, in a group that moves nothing.
-What such a part takes is the least that a token of all of them can take.
 """
 
 from __future__ import annotations
@@ -43,9 +39,6 @@ from .tokens import (
     last_logits,
 )
 
-# How the processes are laid over devices: a device each, all on one, or the first one by itself.
-EACH, SHARED, PART = "each", "shared", "part"
-
 
 @dataclass(frozen=True)
 class Job:
@@ -63,25 +56,14 @@ class Job:
     dense: bool
     folder: str
     count: int = 1
-    way: str = EACH
-
-    @property
-    def backend(self) -> str:
-        """The group's: NCCL takes no two ranks on one GPU."""
-        if self.way == PART:
-            return "fake"
-        return "nccl" if self.device == "cuda" and self.way == EACH else "gloo"
 
     @property
     def over(self) -> str:
-        if self.way == PART:
-            return f"part 1 of {self.count} without sums"
-        text = f"{self.count} process" + ("es" if self.count > 1 else "")
-        return text + (" on one device" if self.way == SHARED else "")
+        return f"{self.count} process" + ("es" if self.count > 1 else "")
 
     @property
     def records(self) -> Path:
-        return Path(self.folder) / f"{self.way}{self.count}.pt"
+        return Path(self.folder) / f"{self.count}.pt"
 
     def wanted(self, format: str) -> Path:
         """The logits in f32."""
@@ -102,8 +84,8 @@ def run(run: Run) -> Iterator[Record]:
     names = tuple(formats.get(name).name for name in args.formats.split(","))
     known = [name for name, shape in llamas.SHAPES.items() if not shape.experts]
     devices = torch.cuda.device_count() if device.type == "cuda" else args.tp
-    if devices < args.tp and not args.one_device:
-        raise ValueError(f"--tp {args.tp}: {devices} GPUs; --one-device measures a part on one")
+    if devices < args.tp:
+        raise ValueError(f"--tp {args.tp}: {devices} GPUs")
     context = parse_ints(args.context)[0]
     for model in args.models.split(","):
         if model not in known:
@@ -113,44 +95,25 @@ def run(run: Run) -> Iterator[Record]:
                 *(model, names, device.type, dtype, args.prompt, context, args.new_tokens),
                 *(args.repetitions, args.threads, not args.no_peers, folder),
             )
-            for job in _jobs(alone, args.tp, args.one_device):
+            for job in (alone, replace(alone, count=args.tp)):
                 status(f"{model}: {job.over}, {job.device}")
                 (Path(folder) / "store").unlink(missing_ok=True)
-                mp.spawn(_rank, (job,), nprocs=1 if job.way == PART else job.count)
+                mp.spawn(_rank, (job,), nprocs=job.count)
                 yield from torch.load(job.records)
-
-
-def _jobs(alone: Job, count: int, one_device: bool) -> list[Job]:
-    """One process, then the others. Those that share a device are there for their logits."""
-    several = replace(alone, count=count)
-    if not one_device:
-        return [alone, several]
-    shared = replace(several, way=SHARED, dense=False, repetitions=1)
-    return [alone, shared, replace(several, way=PART)]
-
-
-def _group(rank: int, job: Job) -> None:
-    options: dict[str, Any] = {"rank": rank, "world_size": job.count}
-    if job.way == PART:
-        from torch.testing._internal.distributed.fake_pg import FakeStore
-
-        options["store"] = FakeStore()
-    else:
-        options["store"] = dist.FileStore(str(Path(job.folder) / "store"), job.count)
-    dist.init_process_group(job.backend, **options)
 
 
 def _rank(rank: int, job: Job) -> None:
     from torch.distributed.device_mesh import init_device_mesh
 
     torch.set_num_threads(job.threads)
-    local = rank if job.way == EACH else 0
-    os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(local), "WORLD_SIZE": str(job.count)}
+    os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(job.count)}
     device = job.device
     if device == "cuda":
-        torch.cuda.set_device(local)
-        device = f"cuda:{local}"
-    _group(rank, job)
+        torch.cuda.set_device(rank)
+        device = f"cuda:{rank}"
+    store = dist.FileStore(str(Path(job.folder) / "store"), job.count)
+    backend = "nccl" if job.device == "cuda" else "gloo"
+    dist.init_process_group(backend, store=store, rank=rank, world_size=job.count)
     mesh = init_device_mesh(job.device, (job.count,), mesh_dim_names=("tp",))
     with torch.inference_mode():
         records = []
@@ -162,7 +125,7 @@ def _rank(rank: int, job: Job) -> None:
             _clear(job)
     if rank == 0:
         torch.save(records, job.records)
-    if job.backend == "nccl":
+    if backend == "nccl":
         # destroy_process_group() waits for ever where graphs were captured that hold its kernels
         # (torch 2.11, two H200s): a process that has said all ends without it.
         dist.barrier()
@@ -222,7 +185,7 @@ def dense_llama(shape: llamas.Shape, dtype: torch.dtype, device: str, mesh: Any)
 
 def _graph(job: Job, title: str, model: nn.Module, name: str | None) -> list[Record]:
     """The step as a captured graph, collectives included."""
-    if job.device != "cuda" or job.way == SHARED:  # gloo's sums cannot be captured
+    if job.device != "cuda":
         return []
     length = -(-(max(job.context, CHECKED_TOKENS) + job.new_tokens + BEYOND) // BEYOND) * BEYOND
     system = Graph(f"{title}, graph", model, length=length)
@@ -238,8 +201,7 @@ def skipped(job: Job, system: str, error: RuntimeError) -> Record:
     What cannot be captured fails on every rank alike. Memory may lack on one of several, for which
     the others wait in a collective: there the error is raised, which ends them all.
     """
-    alone = job.count == 1 or job.way == PART
-    if not alone and isinstance(error, torch.OutOfMemoryError | dist.DistError):
+    if job.count > 1 and isinstance(error, torch.OutOfMemoryError | dist.DistError):
         raise error
     what = f"{job.model}, {system}, {job.over}"
     return {"kind": "skipped", "what": what, "why": str(error).splitlines()[0]}
@@ -276,12 +238,9 @@ def _logits(job: Job, system: Any) -> Tensor:
 
 
 def _error(job: Job, system: Any, name: str | None) -> float:
-    """|logits - wanted| / |wanted|; 0 of what has no such logits but finite ones.
-
-    Dense models have other weights; a part without the others' sums computes another model.
-    """
+    """|logits - wanted| / |wanted|; 0 of a dense model, which has other weights, where finite."""
     given = _logits(job, system)
-    if name is None or job.way == PART:
+    if name is None:
         return 0.0 if bool(given.isfinite().all()) else torch.inf
     return distance(given, torch.load(job.wanted(name)))
 

@@ -312,8 +312,8 @@ def records(
 def run(run: Run) -> Iterator[Record]:
     """The records of every model named. ValueError: options that do not go together."""
     args, contexts = run.args, parse_ints(run.args.context)
-    if args.one_device or args.write:
-        raise ValueError("--one-device goes with --tp, --write with --ops")
+    if args.write:
+        raise ValueError("--write goes with --ops")
     if len(contexts) != 1:
         raise ValueError(f"--context {args.context}: several only with --cache")
     (args.context,) = contexts

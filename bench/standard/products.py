@@ -10,8 +10,8 @@ import torch
 from torch_metalmm import _C, formats
 from torch_metalmm.tools.cost_model import Chip, predict
 
+from .. import matmul
 from ..devices import CPU, GPU_MAX_BURST, MIN_CALLS, ROW_SECONDS, Device
-from ..ops import matmul
 from ..problem import COLD_FACTOR, LABELS, Checker, Problem, Setting, Variant
 from ..roofs import Roof, matrix_probe, of_cpu, of_gpu
 from ..runner import Record, run_cell

@@ -13,9 +13,9 @@ import torch
 from measured import records_of
 from places import ROOT
 
+from bench import matmul
 from bench.__main__ import main
 from bench.devices import Device
-from bench.ops import matmul
 from bench.options import parse
 from bench.peers.products import ENGINES
 from bench.problem import Checker, Problem, Setting, Variant

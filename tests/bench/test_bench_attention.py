@@ -11,10 +11,9 @@ import pytest
 import torch
 from measured import measured_once, records_of
 
-from bench import runner
+from bench import attention, runner
+from bench.attention import Data, Heads, Rounds, Shape, Variant, shapes
 from bench.devices import CPU
-from bench.ops import attention
-from bench.ops.attention import Data, Heads, Rounds, Shape, Variant, shapes
 from bench.options import parse
 from bench.peers import ggml, sdpa
 from bench.peers.ggml import causal_mask
@@ -149,7 +148,7 @@ def test_a_strategy_is_that_of_the_op() -> None:
 
 
 def test_too_large_a_cache_is_skipped(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("bench.ops.attention.MOST_BYTES", {"cpu": 1})
+    monkeypatch.setattr("bench.attention.MOST_BYTES", {"cpu": 1})
     found = [*attention.run(Run(parse(["attention", "--quick", "--threads", "1"])))][1:]
     assert {r["kind"] for r in found} == {"skipped"} and found[0]["what"] == "batch 1, 1 of 70"
 

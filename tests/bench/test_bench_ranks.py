@@ -41,36 +41,16 @@ def test_tokens_of_two_processes(tmp_path: Path, capsys: pytest.CaptureFixture[s
     assert "metalmm q4_0, fuse_, 2 processes" in capsys.readouterr().out
 
 
-@pytest.mark.usefixtures("forked")
-def test_tokens_of_a_part_on_one_device(tmp_path: Path) -> None:
-    records = records_of(tmp_path, *TWO, "--one-device")
-    found = {r["system"]: r for r in records if r["kind"] == "tokens"}
-    ours, dense = ("metalmm q4_0", "metalmm q4_0, fuse_"), ("transformers f32",)
-    shared, part = "2 processes on one device", "part 1 of 2 without sums"
-    wanted = [f"{n}, 1 process" for n in ours + dense] + [f"{n}, {shared}" for n in ours]
-    assert list(found) == wanted + [f"{n}, {part}" for n in ours + dense]
-    for name in ours:
-        assert found[f"{name}, {shared}"]["ok"] and found[f"{name}, {shared}"]["error"] > 0
-        whole, half = found[f"{name}, 1 process"], found[f"{name}, {part}"]
-        assert 1.9 < whole["weight_bytes"] / half["weight_bytes"] <= 2
-
-
-def job(count: int, way: str) -> ranks.Job:
-    numbers = (40, 40, 8, 1, 1)
-    return ranks.Job("8b", ("q4_0",), "cuda", torch.float16, *numbers, True, "", count, way)
+def job(count: int) -> ranks.Job:
+    return ranks.Job("8b", ("q4_0",), "cuda", torch.float16, 40, 40, 8, 1, 1, True, "", count)
 
 
 def test_what_does_not_run() -> None:
     """One of two processes without memory: the other waits for it, and must be ended."""
     full, other = torch.OutOfMemoryError("no room\nfor it"), RuntimeError("cannot capture")
     with pytest.raises(torch.OutOfMemoryError):
-        ranks.skipped(job(2, ranks.EACH), "ours", full)
-    alone, part = job(1, ranks.EACH), job(2, ranks.PART)
-    for of, error, why in (
-        (alone, full, "no room"),
-        (part, full, "no room"),
-        (job(2, ranks.EACH), other, "cannot capture"),
-    ):
+        ranks.skipped(job(2), "ours", full)
+    for of, error, why in ((job(1), full, "no room"), (job(2), other, "cannot capture")):
         found = ranks.skipped(of, "ours", error)
         assert (found["kind"], found["why"]) == ("skipped", why)
         assert found["what"] == f"8b, ours, {of.over}"
@@ -80,5 +60,5 @@ def test_fewer_gpus_than_processes(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
     args = parse(["tokens", "--device", "cuda", "--tp", "2", "--models", "tiny"])
     monkeypatch.setattr("bench.runner.Device.named", lambda name: Device(name))
-    with pytest.raises(ValueError, match="--tp 2: 1 GPUs; --one-device"):
+    with pytest.raises(ValueError, match="--tp 2: 1 GPUs"):
         next(ranks.run(Run(args)))

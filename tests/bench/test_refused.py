@@ -25,7 +25,7 @@ from bench.shapes import parse_ints
         ("tokens --cache f16 --context 0", "whole numbers of at least 1"),
         ("tokens --tp 1", "--tp"),
         ("tokens --tp 2 --models smollm2", "--tp"),
-        ("tokens --one-device", "--tp"),
+        ("tokens --write", "--ops"),
     ],
 )
 def test_what_is_refused(arguments: str, message: str, capsys: pytest.CaptureFixture[str]) -> None:

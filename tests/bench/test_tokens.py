@@ -59,15 +59,6 @@ def test_layers_of_tiny_weights(tmp_path: Path) -> None:
     assert packed["ops_us"] > 0 and packed["system"] == "metalmm q4_0"
 
 
-def test_prompts_through_recurrent_ops(tmp_path: Path) -> None:
-    """Each op and number of positions, gated_delta beside its form in chunks."""
-    found = [r for r in records_of(tmp_path, "recurrent") if r["kind"] == "recurrent"]
-    ours = {(r["variant"], r["positions"]): r for r in found if r["variant"][:5] != "torch"}
-    assert len(ours) == 4 and len(found) == 6
-    assert all(r["ok"] and r["us"] > 0 for r in ours.values())
-    assert ours["gated_delta", 40]["of_chunks"] > 0
-
-
 def test_a_cache_of_constant_size_gives_the_same_logits(packed: Any) -> None:
     growing, static = Transformers("a", packed), Static("b", packed)
     for system in (growing, static, static):

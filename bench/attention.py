@@ -18,12 +18,12 @@ from torch import Tensor
 from torch_metalmm import formats
 from torch_metalmm.hf.caches.pages import SLOTS as PAGE
 
-from ..devices import CPU
-from ..peers import ggml, sdpa
-from ..problem import LABELS, Bounded, Rounding, Setting, lost, of_additions, rotated, unit
-from ..runner import Cell, Record, Run, Way, check_formats
-from ..shapes import parse_ints, parse_product
-from ..tables import status
+from .devices import CPU
+from .peers import ggml, sdpa
+from .problem import LABELS, Bounded, Rounding, Setting, lost, of_additions, rotated, unit
+from .runner import Cell, Record, Run, Way, check_formats
+from .shapes import parse_ints, parse_product
+from .tables import status
 
 ops = torch.ops.metalmm
 PATTERN_ROWS = 1024  # rows that are quantized; those of a cache are copies of them, in random order
