@@ -61,8 +61,7 @@ OPTIONS = {
     "heads": Option("HEADSxKV_HEADSxSIZE (32x8x128)", normal="32x8x128", quick="8x2x64"),
     "batch": Option("sequences, as 1,8 (1,8)", normal="1,8", quick="1,2"),
     "context": Option(
-        "tokens before: slots that one query sees, as 1k,8k; of `tokens` one (cpu 32, else 128), "
-        "with --cache several",
+        "tokens before: slots that one query sees, as 1k,8k; of `tokens` 32 on a CPU, else 128",
         normal="32",
     ),
     "prefill": Option("queries of a prefill (512); 0: none", int, 512, 24),
@@ -74,7 +73,7 @@ OPTIONS = {
     "no-fuse": Option("leave the models after fuse_ out", bool),
     "no-peers": Option("leave llama.cpp and MLX out", bool),
     "prompt": Option("tokens of the prefill (512)", int, 512, 48),
-    "cache": Option("formats of a PackedCache, as f16,q8_0: a token by context and cache"),
+    "cache": Option("formats of a PackedCache, as f16,q8_0: models with such caches, too"),
     "activations": Option(
         "models that round their activations so, too", normal=(), choices=KINDS, nargs="+"
     ),
@@ -193,11 +192,6 @@ MEASURES = {
             ),
             "ops": ("models.families", {}, {}),
             "tp": ("models.ranks", {}, {}),
-            "cache": (
-                "models.contexts",
-                {"context": "128,2k,8k", "formats": "q4_0", "repetitions": 10},
-                {"context": "24,40"},
-            ),
         },
     ),
     "quality": Command(

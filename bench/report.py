@@ -188,7 +188,7 @@ PARTS: tuple[Column, ...] = (
 # {kind of record: title and columns of its tables, one for each model}.
 KINDS: dict[str, tuple[str, tuple[Column, ...]]] = {
     "tokens": (
-        "{model}",
+        "{model}, after {context}",
         (
             SYSTEM,
             ("MB", "weight_bytes", with_unit(1e6)),
@@ -313,35 +313,18 @@ KINDS: dict[str, tuple[str, tuple[Column, ...]]] = {
 def model_tables(records: Sequence[Record]) -> list[Table]:
     """The tables of all kinds of records here, and where a token's time goes."""
     tables: list[Table] = []
-    of_models: dict[tuple[str, str], list[Record]] = {}
+    of_models: dict[tuple[Any, ...], list[Record]] = {}
     for r in records:
-        if r["kind"] in (*KINDS, "context"):
-            of_models.setdefault((r["kind"], r.get("model", "")), []).append(r)
-    for (kind, _), cells in of_models.items():
-        made = contexts(cells) if kind == "context" else table(*KINDS[kind], cells)
+        if r["kind"] in KINDS:
+            key = (r["kind"], r.get("model"), r.get("context"))
+            of_models.setdefault(key, []).append(r)
+    for (kind, *_), cells in of_models.items():
+        made = table(*KINDS[kind], cells)
         tables.append(made.joined() if kind == "ops" else made)
         if with_parts := [r for r in cells if "packed_launches" in r]:
             title = "{model}: ms of a token after {context}, and launches"
             tables.append(table(title, PARTS, with_parts))
     return tables
-
-
-def contexts(cells: Sequence[Record]) -> Table:
-    """ms of a token after each context, a row for each system."""
-    columns: list[Column] = [SYSTEM]
-    speed: Column = ("speed", "gain", "{:.2f}×".format)
-    for n in dict.fromkeys(r["context"] for r in cells):
-        for title, field, text in (*with_quartiles(f"ms after {n}", "ms"), speed):
-            of = lambda r, n=n, f=field: value(r["after"].get(n, {}), f)  # noqa: E731
-            columns.append((title, of, text))
-    rows = []
-    for system in dict.fromkeys(r["system"] for r in cells):
-        after = {r["context"]: r for r in cells if r["system"] == system}
-        worst = max(after.values(), key=lambda r: r["error"])
-        ok = all(r["ok"] for r in after.values())
-        rows.append({"system": system, "after": after, "error": worst["error"], "ok": ok})
-    title = f"{cells[0]['model']}: speed by DynamicCache's, or StaticCache's"
-    return table(title, [*columns, ("error", error, str)], rows)
 
 
 # ---- a run

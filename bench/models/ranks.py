@@ -28,15 +28,14 @@ from ..runner import Record, Run
 from ..shapes import parse_ints
 from ..tables import status
 from . import llamas
-from .systems import Graph, Transformers
+from .systems import ROUNDED_LIMIT, Graph, Transformers
 from .tokens import (
-    BEYOND,
     CHECKED_TOKENS,
-    ROUNDED_LIMIT,
     Race,
     dense_name,
     distance,
     last_logits,
+    slots,
 )
 
 
@@ -187,8 +186,7 @@ def _graph(job: Job, title: str, model: nn.Module, name: str | None) -> list[Rec
     """The step as a captured graph, collectives included."""
     if job.device != "cuda":
         return []
-    length = -(-(max(job.context, CHECKED_TOKENS) + job.new_tokens + BEYOND) // BEYOND) * BEYOND
-    system = Graph(f"{title}, graph", model, length=length)
+    system = Graph(f"{title}, graph", model, length=slots(job.context, job.new_tokens))
     try:
         return [_measured(job, system, name)]
     except RuntimeError as error:

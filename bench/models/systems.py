@@ -1,5 +1,4 @@
-"""Ways to run a transformers model token by token: eager, and as a captured graph; from a prompt,
-or from the middle of a sequence whose cache holds random rows."""
+"""Ways to run a transformers model token by token: eager, and as a captured graph."""
 
 from __future__ import annotations
 
@@ -9,16 +8,16 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 
-from torch_metalmm import PackedCache, formats
-from torch_metalmm.hf.caches import pair_of, rows_of
+from torch_metalmm import PackedCache
 from torch_metalmm.models.cache_argument import cache_in, with_cache
 
 from ..devices import captured
 
 Step = Callable[[Tensor], Tensor]
 LENGTH = 64
-MULTIPLE = 16  # slots of a cache of constant size
-PIECE = 1024  # positions whose rows are one draw of random numbers, wherever a context ends
+# Errors of logits against float64 where activations are rounded, and where rows of a cache are. A
+# wrong layer is off by about 1.
+ROUNDED_LIMIT, CACHE_LIMIT = 0.1, 0.5
 
 
 class System(Protocol):
@@ -43,6 +42,7 @@ class Transformers:
 
     is_eager = True  # each step calls the ops from Python
     prefills = True  # in a form of its own
+    limit = ROUNDED_LIMIT
 
     def __init__(
         self,
@@ -52,16 +52,15 @@ class Transformers:
         *,
         make: Callable[[], Any] | None = None,
         attention: str | None = None,
-        format: str | None = None,
         experts: str | None = None,
     ) -> None:
         """make() is an empty cache; None: the model's own. attention: transformers' name of the
-        function by which this system attends. format: that the cache rounds to; None: the model's
-        dtype. experts: how a mixture multiplies by its dense experts, for a token."""
+        function by which this system attends. experts: how a mixture multiplies by its dense
+        experts, for a token."""
         self.name, self.model, self.exact, self.experts = name, model, exact, experts
         if experts == "batched_mm":  # which has a copy of the weights for each token
             self.prefills = False
-        self.make, self.attention, self.format, self.held = make, attention, format, 0
+        self.make, self.attention = make, attention
         self.weight_bytes = sum(p.nbytes for p in model.parameters())
         self.device = next(model.parameters()).device
         self.cache: Any = None
@@ -89,29 +88,21 @@ class Transformers:
         self.cache = cache_in(out)
         return out.logits[0, -1].float()
 
-    # ---- in the middle of a sequence
-
-    def extend(self, context: int) -> None:
-        """Lets the cache hold `context` random rows."""
-        self.begin()
-        if self.cache is None:
-            self.cache = self.make()
-        fill(self.cache, self.model, self.held, context)
-        self.held = context
-
-    def rewind(self, tokens: int) -> None:
-        self.cache.crop(-tokens)
-
 
 class Packed(Transformers):
-    """A model that attends by our op, and a PackedCache in its dtype, whose rows stay in place.
+    """A model that attends by our op, and a PackedCache, whose rows stay in place.
 
     Its steps are replayed where fuse_(model, cache=...) has seen to that.
     """
 
-    def __init__(self, name: str, model: nn.Module, exact: bool = True) -> None:
-        make = lambda: PackedCache(model.config)  # noqa: E731
+    def __init__(
+        self, name: str, model: nn.Module, exact: bool = True, format: str | None = None
+    ) -> None:
+        """format: the cache's; None: the model's dtype."""
+        make = lambda: PackedCache(model.config, format)  # noqa: E731
         super().__init__(name, model, exact, make=make, attention="metalmm")
+        if format is not None:
+            self.limit = CACHE_LIMIT
 
     def called(self, ids: Tensor) -> Any:
         if self.cache is None:
@@ -133,24 +124,19 @@ class Static(Transformers):
         model: nn.Module,
         exact: bool = True,
         length: int = LENGTH,
-        make_sized: Callable[[int], Any] | None = None,
         **others: Any,
     ) -> None:
-        """length: tokens that the cache holds, or that it holds beyond those of extend(); attention
-        walks over all of them. make_sized(length) is the cache; None: a StaticCache."""
+        """length: tokens that the cache holds; attention walks over all of them."""
         super().__init__(name, model, exact, **others)
-        self.length, self._make_sized = length, make_sized or self._static
+        self.length = length
         self._step: Step | None = None
-
-    def _static(self, length: int) -> Any:
-        from transformers import StaticCache
-
-        return StaticCache(config=self.model.config, max_cache_len=length)
 
     def reset(self) -> None:
         self.begin()
         if self.cache is None:
-            self.cache = self._make_sized(self.length)
+            from transformers import StaticCache
+
+            self.cache = StaticCache(config=self.model.config, max_cache_len=self.length)
         else:
             self.cache.reset()
 
@@ -172,29 +158,11 @@ class Static(Transformers):
             self._step = self.make_step()
         return self._step(ids)[0, -1].float()
 
-    def extend(self, context: int) -> None:
-        """The cache is made anew, and what is captured of it."""
-        self.begin()
-        slots = -(-(context + self.length) // MULTIPLE) * MULTIPLE
-        self.cache, self._step = self._make_sized(slots), None
-        fill(self.cache, self.model, 0, context)
-
-    def rewind(self, tokens: int) -> None:
-        for length in counts(self.cache):
-            length.sub_(tokens)
-
 
 def counts(cache: Any) -> list[Tensor]:
-    """The counters of a cache of constant size, all of which move with a token: the length of each
-    layer of StaticCache; the last slot and the length that the layers of ours share. Recurrent
-    layers count nothing."""
-    names = ("cumulative_length", "last_and_length")
-    held = []
-    for layer in cache.layers:
-        name = next((n for n in names if hasattr(layer, n)), None)
-        if name is not None or not hasattr(layer, "recurrent_states"):
-            held.append(getattr(layer, name or names[0]))
-    return list({id(t): t for t in held}.values())
+    """The lengths of the layers of a StaticCache; recurrent layers count nothing."""
+    layers = [layer for layer in cache.layers if not hasattr(layer, "recurrent_states")]
+    return [layer.cumulative_length for layer in layers]
 
 
 class Graph(Static):
@@ -218,56 +186,3 @@ class Graph(Static):
             return logits
 
         return replay
-
-
-# ---- rows of a cache
-
-
-def random_rows(config: Any, layer: int, start: int, stop: int, like: Tensor) -> list[Tensor]:
-    """Keys and values [1, kv_heads, stop - start, D] of a layer, in the dtype of `like`."""
-    first, device = start // PIECE, like.device
-    pieces = []
-    for i in range(first, -(-stop // PIECE)):
-        make = torch.Generator(device).manual_seed(1 + layer * 65537 + i)
-        shape = (2, 1, config.num_key_value_heads, PIECE, config.head_dim)
-        pieces.append(torch.randn(shape, generator=make, device=device))
-    rows = torch.cat(pieces, 3)[:, :, :, start - first * PIECE : stop - first * PIECE]
-    return [*rows.to(like.dtype)]
-
-
-def fill(cache: Any, model: Any, start: int, stop: int) -> None:
-    """Rows of the positions from start to stop, in every layer."""
-    like = model.model.norm.weight
-    for layer in range(model.config.num_hidden_layers):
-        cache.update(*random_rows(model.config, layer, start, stop, like), layer)
-
-
-def rounded(rows: Tensor, format: str) -> Tensor:
-    """Rows [..., D] as a format has them, by the native quantizer."""
-    if (dtype := formats.DTYPES.get(format)) is not None:
-        return rows.to(dtype).to(rows.dtype)
-    ops, size = torch.ops.metalmm, rows.shape[-1]
-    packed = ops.quantize(rows.cpu().float().reshape(-1, size), format)
-    return ops.dequantize(packed, format, size).view(rows.shape).to(rows)
-
-
-def held(rows: Tensor, name: str) -> Tensor:
-    """The values that a cache gives back for these: `name` is that of its rows, as in pair_of."""
-    kind, is_rotated = rows_of(name)
-    if not is_rotated:
-        return rounded(rows, kind.name)
-    turned = torch.ops.metalmm.hadamard(rows.float())
-    back: Tensor = torch.ops.metalmm.hadamard(rounded(turned, kind.name))
-    return back.to(rows.dtype)
-
-
-def rounded_cache(format: str) -> Any:
-    """Keys and values as the formats of a cache have them, in the dtype of the model."""
-    from transformers import DynamicCache
-
-    class RoundedCache(DynamicCache):
-        def update(self, k: Tensor, v: Tensor, layer_idx: int, *args: Any, **kwargs: Any) -> Any:
-            given = map(held, (k, v), pair_of(format))
-            return super().update(*given, layer_idx, *args, **kwargs)
-
-    return RoundedCache()

@@ -1,8 +1,7 @@
 """The time of a token in whole models, decoded greedily at batch 1 after a prefill.
 
 Decoding is a loop of model(...) calls with a key-value cache, without the work generate() adds.
-Each system is checked, all are timed in turns, and then it is found where its time goes. Other
-subjects race other systems in another way (contexts.py, ranks.py).
+Each system is checked, all are timed in turns, and then it is found where its time goes.
 """
 
 from __future__ import annotations
@@ -29,13 +28,13 @@ from ..shapes import parse_ints
 from ..tables import status
 from ..timing import PAUSE_SECONDS, Timing
 from . import llamas, shares
+from .cache_cost import named
 from .systems import Graph, Packed, System, Transformers
 
 CHECKED_TOKENS = 32
 BEYOND = 16  # tokens that a cache of constant size has room for beyond those of a round
-# Errors of the logits against float64: as a multiple of transformers' own f32 error, and for
-# engines that round activations. A wrong layer is off by about 1.
-EXACT_FACTOR, ROUNDED_LIMIT = 10.0, 0.1
+# Errors of the logits against float64: as a multiple of transformers' own f32 error.
+EXACT_FACTOR = 10.0
 
 
 def last_logits(system: System, tokens: Sequence[int]) -> Tensor:
@@ -139,14 +138,19 @@ class Builder:
             yield Entry(Packed(f"{title}, replayed", stepped, False), model, title)
         stepped = fuse_(llamas.sharing(model), cache=dtype_name)
         yield Entry(Packed(f"{plain}, fuse_, replayed", stepped, exact), model, plain)
+        for cache in self.args.cache:
+            title, stepped = (
+                f"{plain}, fuse_, cache {cache}",
+                fuse_(llamas.sharing(model), cache=cache),
+            )
+            yield Entry(Packed(f"{title}, replayed", stepped, False, cache), model, plain)
 
     def and_graphs(self, entries: Sequence[Entry]) -> Iterator[Entry]:
         """The entries, and on cuda those that can be captured, with a cache just as long."""
         yield from entries
         if self.device.type != "cuda" or self.args.no_graph:
             return
-        tokens = max(self.args.context, CHECKED_TOKENS) + self.args.new_tokens + BEYOND
-        length = -(-tokens // BEYOND) * BEYOND
+        length = slots(max(self.args.contexts), self.args.new_tokens)
         for system, weights, plain in entries:
             # Not a system with a cache of its own, nor eager dense experts: their loop waits for
             # the device.
@@ -157,14 +161,22 @@ class Builder:
                 yield Entry(made, weights, plain and f"{plain}, graph")
 
     def peers(self, name: str, model: Any) -> Iterator[Entry]:
+        room = slots(max(self.args.prompt, *self.args.contexts), self.args.new_tokens)
         for program in () if self.args.no_peers else PROGRAMS:
             what = f"{program.title} {name}"
             if why := program.missing(name, self.device.type):
                 self.skip(what, why)
                 continue
             status(f"{self.source.name}: {what}")
-            room = model.config.max_position_embeddings
-            yield Entry(program(model, name, self.folder, self.args.threads, room), model)
+            for cache in (None, *(c for c in self.args.cache if program.has_cache(c))):
+                given = (model, name, self.folder, self.args.threads, room, cache)
+                yield Entry(program(*given), model)
+
+
+def slots(context: int, new_tokens: int) -> int:
+    """Of a cache of constant size: room for a check, a context and a round."""
+    tokens = max(context, CHECKED_TOKENS) + new_tokens + BEYOND
+    return -(-tokens // BEYOND) * BEYOND
 
 
 def dense_name(dtype: torch.dtype) -> str:
@@ -223,7 +235,7 @@ class Race:
 
 def raced(
     builder: Builder,
-    entries: Iterator[Entry] | Sequence[Entry],
+    entries: Sequence[Entry],
     fields: Record,
     error_of: Callable[[Entry], float],
     turn: Callable[[Race, int], None],
@@ -245,7 +257,7 @@ def raced(
             builder.skip(f"{builder.source.name}, {system.name}", why, ok=False)
             continue
         exact_error = exact_error or error
-        limit = EXACT_FACTOR * exact_error if system.exact else ROUNDED_LIMIT
+        limit = EXACT_FACTOR * exact_error if system.exact else system.limit
         about = {"model": title, "system": system.name, "device": builder.device.type}
         about |= {"error": error, "ok": error <= limit}
         races[system.name] = Race(system, fields | about, races.get(entry.plain or ""))
@@ -259,29 +271,32 @@ def raced(
 
 
 def of_model(builder: Builder) -> Iterator[Record]:
-    """One record per system; all of them decode and prefill in turns."""
+    """One record per context and system; all systems decode and prefill in turns."""
     args, device, pick = builder.args, builder.device, random.Random(1)
-    prompt = [pick.randrange(builder.source.vocabulary) for _ in range(args.prompt)]
-    reference = Reference(builder.source)
+    count = max(args.prompt, *args.contexts)
+    prompt = [pick.randrange(builder.source.vocabulary) for _ in range(count)]
+    reference, entries = Reference(builder.source), [*builder.entries()]
 
     def error_of(entry: Entry) -> float:
         return reference.error(prompt[:CHECKED_TOKENS], entry.system, entry.weights)
 
-    def turn(race: Race, new_tokens: int) -> None:
-        race.round(prompt, args.context, new_tokens)
+    for context in args.contexts:
 
-    fields = {"kind": "tokens", "prompt": len(prompt), "context": args.context}
-    for race in raced(builder, builder.entries(), fields, error_of, turn, pick):
-        system = race.system
-        record = race.record(len(prompt)) | {"weight_bytes": system.weight_bytes}
-        if isinstance(system, Transformers):
-            status(f"{builder.source.name}: {system.name}: shares")
-            system.reset()
-            system.feed(prompt[: args.context])
-            record |= shares.of_system(system, prompt[0], device, args.chip).record()
-            if device.type == "cuda" and system.prefills:
-                record["prefill_gpu_ms"] = 1e3 * gpu_seconds(system, prompt)
-        yield record
+        def turn(race: Race, new_tokens: int, context: int = context) -> None:
+            race.round(prompt, context, new_tokens)
+
+        fields = {"kind": "tokens", "prompt": count, "context": context}
+        for race in raced(builder, entries, fields, error_of, turn, pick):
+            system = race.system
+            record = race.record(count) | {"weight_bytes": system.weight_bytes}
+            if isinstance(system, Transformers):
+                status(f"{builder.source.name}: {system.name}: shares")
+                system.reset()
+                system.feed(prompt[:context])
+                record |= shares.of_system(system, prompt[0], device, args.chip).record()
+                if device.type == "cuda" and system.prefills:
+                    record["prefill_gpu_ms"] = 1e3 * gpu_seconds(system, prompt)
+            yield record
     yield from builder.skipped
 
 
@@ -295,26 +310,19 @@ def gpu_seconds(system: System, prompt: Sequence[int]) -> float:
     return sum(shares.profiled(read, steps=2).seconds.values())
 
 
-def records(
-    run: Run, kind: type[Builder], of: Callable[[Any], Iterator[Record]]
-) -> Iterator[Record]:
-    """The records of every model named; one that says so where the model's package is missing."""
+def run(run: Run) -> Iterator[Record]:
+    """The records of every model named; one that says so where the model's package is missing.
+
+    ValueError: options that do not go together.
+    """
     args, device, dtype = run.args, run.device, run.device.dtype
+    if args.write:
+        raise ValueError("--write goes with --ops")
+    args.contexts, args.cache = parse_ints(args.context), named(args.cache) if args.cache else ()
     found = [*llamas.sources(args.models, device.type, dtype)]
     yield from (s for s in found if not isinstance(s, llamas.Source))
     for source in (s for s in found if isinstance(s, llamas.Source)):
         with tempfile.TemporaryDirectory() as folder:
-            yield from of(kind(source, args, device, dtype, Path(folder)))
+            yield from of_model(Builder(source, args, device, dtype, Path(folder)))
         if device.type == "cuda":
             torch.cuda.empty_cache()
-
-
-def run(run: Run) -> Iterator[Record]:
-    """The records of every model named. ValueError: options that do not go together."""
-    args, contexts = run.args, parse_ints(run.args.context)
-    if args.write:
-        raise ValueError("--write goes with --ops")
-    if len(contexts) != 1:
-        raise ValueError(f"--context {args.context}: several only with --cache")
-    (args.context,) = contexts
-    yield from records(run, Builder, of_model)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ctypes
-import random
 import sys
 from collections.abc import Sequence
 from importlib.util import find_spec
@@ -17,9 +16,10 @@ from torch import Tensor
 from torch_metalmm import save_gguf, save_mlx
 from torch_metalmm.hf.caches import pair_of
 
+from ..models.systems import CACHE_LIMIT, ROUNDED_LIMIT
 from . import ggml
 
-CHUNK = 512  # tokens of a random prompt that llama.cpp takes at a time
+CHUNK = 512  # tokens that llama.cpp takes at a time, as by itself
 
 
 def absent(*modules: str) -> str | None:
@@ -31,15 +31,19 @@ class Program:
     """A model in another program. missing(format, device): why it cannot run; None if it can."""
 
     title: str
-    exact = False
+    exact, limit = False, ROUNDED_LIMIT
+
+    @staticmethod
+    def has_cache(format: str) -> bool:
+        """Whether keys and values can have that format."""
+        return False
 
 
 class LlamaCpp(Program):
     """A context of llama.cpp's C interface, through a GGUF file in `folder`.
 
-    room: tokens that fit; batch: tokens that it takes at a time, all of them if None. cache: the
-    formats of keys and values, of ggml.TYPES, with its flash attention; None: what it takes by
-    itself.
+    room: tokens that fit. cache: the formats of keys and values, with its flash attention; None:
+    what it takes by itself.
     """
 
     title = "llama.cpp"
@@ -54,6 +58,10 @@ class LlamaCpp(Program):
             return "llama.cpp has no such format"
         return "llama.cpp is built for the CPU here" if device == "cuda" else None
 
+    @staticmethod
+    def has_cache(format: str) -> bool:
+        return ggml.TYPES.keys() >= set(pair_of(format))
+
     def __init__(
         self,
         packed: Any,
@@ -61,7 +69,6 @@ class LlamaCpp(Program):
         folder: Path,
         threads: int,
         room: int,
-        batch: int | None = None,
         cache: str | None = None,
     ) -> None:
         import llama_cpp as api
@@ -70,7 +77,8 @@ class LlamaCpp(Program):
         if not path.exists():
             save_gguf(packed, None, path)
         self.name = f"llama.cpp {format}" + (f", cache {cache}" if cache else "")
-        self.api, self.vocabulary, self.held = api, packed.config.vocab_size, 0
+        self.api, self.vocabulary = api, packed.config.vocab_size
+        self.limit = CACHE_LIMIT if cache else ROUNDED_LIMIT
         api.llama_log_set(ggml.QUIET, ctypes.c_void_p(None))
         api.llama_backend_init()
         self.weight_bytes = path.stat().st_size
@@ -79,7 +87,7 @@ class LlamaCpp(Program):
         if not model:
             raise OSError(f"llama.cpp cannot load {path}")
         settings = api.llama_context_default_params()
-        settings.n_ctx, settings.n_batch, settings.n_ubatch = room, batch or room, batch or room
+        settings.n_ctx, settings.n_batch, settings.n_ubatch = room, CHUNK, CHUNK
         if cache is not None:
             settings.flash_attn_type = api.LLAMA_FLASH_ATTN_TYPE_ENABLED
             settings.type_k, settings.type_v = (ggml.TYPES[kind] for kind in pair_of(cache))
@@ -89,37 +97,17 @@ class LlamaCpp(Program):
             raise OSError(f"llama.cpp cannot make a context for {path}")
 
     def reset(self) -> None:
-        self.forget(0)
-
-    def forget(self, first: int) -> None:
-        """The tokens from the position `first` on."""
-        self.api.llama_memory_seq_rm(self.api.llama_get_memory(self.context), 0, first, -1)
+        self.api.llama_memory_seq_rm(self.api.llama_get_memory(self.context), 0, 0, -1)
 
     def feed(self, tokens: Sequence[int]) -> Tensor:
-        ids = (ctypes.c_int32 * len(tokens))(*tokens)
-        if self.api.llama_decode(self.context, self.api.llama_batch_get_one(ids, len(tokens))):
-            raise RuntimeError("llama.cpp: llama_decode failed")
+        for i in range(0, len(tokens), CHUNK):
+            part = tokens[i : i + CHUNK]
+            ids = (ctypes.c_int32 * len(part))(*part)
+            if self.api.llama_decode(self.context, self.api.llama_batch_get_one(ids, len(part))):
+                raise RuntimeError("llama.cpp: llama_decode failed")
         logits = self.api.llama_get_logits_ith(self.context, -1)
         memory = ctypes.cast(logits, ctypes.POINTER(ctypes.c_float * self.vocabulary)).contents
         return torch.frombuffer(memory, dtype=torch.float32).clone()
-
-    # A sequence that begins with a random prompt, since it takes no rows for its cache.
-
-    def extend(self, context: int) -> None:
-        """Evaluates what a prompt of `context` tokens has beyond those that are held."""
-        if not self.held:
-            self.reset()
-        pick = random.Random(self.held)
-        while self.held < context:
-            count = min(CHUNK, context - self.held)
-            self.feed([pick.randrange(self.vocabulary) for _ in range(count)])
-            self.held += count
-
-    def begin(self) -> None:
-        """Nothing."""
-
-    def rewind(self, tokens: int) -> None:
-        self.forget(self.held)
 
 
 class MlxLm(Program):
@@ -137,7 +125,9 @@ class MlxLm(Program):
             return "MLX has no such format"
         return "MLX runs on a Mac's GPU or a CPU" if device == "cuda" else None
 
-    def __init__(self, packed: Any, format: str, folder: Path, threads: int, room: int) -> None:
+    def __init__(
+        self, packed: Any, format: str, folder: Path, threads: int, room: int, cache: None = None
+    ) -> None:
         import mlx.core as mx
         from mlx_lm.utils import load_model
 

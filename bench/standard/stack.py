@@ -55,8 +55,8 @@ def run(
     from torch_metalmm import fuse_
 
     from ..models import llamas
-    from ..models.systems import Transformers
-    from ..models.tokens import ROUNDED_LIMIT, Race, Reference
+    from ..models.systems import ROUNDED_LIMIT, Transformers
+    from ..models.tokens import Race, Reference
 
     whole: Any = llamas.SHAPES["tiny" if quick else WHOLE]
     count = layers_of(whole, setting, memory, roofs)

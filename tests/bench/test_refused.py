@@ -20,7 +20,6 @@ from bench.shapes import parse_ints
         ("chips --cache q8_0", "only with --tokens"),
         ("attention --heads 8x0x64", "must be HEADSxKV_HEADSxSIZE"),
         ("attention --heads axbxc", "must be HEADSxKV_HEADSxSIZE"),
-        ("tokens --context 1k,2k", "several only with --cache"),
         ("tokens --cache q9", "format"),
         ("tokens --cache f16 --context 0", "whole numbers of at least 1"),
         ("tokens --tp 1", "--tp"),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import ctypes
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -16,7 +17,7 @@ from bench.models import llamas, shares
 from bench.models.systems import Packed, Static, Transformers
 from bench.models.tokens import Builder, Entry
 from bench.options import parse
-from bench.peers.programs import LlamaCpp, MlxLm
+from bench.peers.programs import CHUNK, LlamaCpp, MlxLm
 from bench.report import model_tables
 from torch_metalmm import _C, QuantLinear, formats
 from torch_metalmm.nn.activations import set_activations
@@ -50,6 +51,19 @@ def test_a_token_by_its_parts(tmp_path: Path, capsys: pytest.CaptureFixture[str]
     assert "2 M parameters: ms of a token" in printed and "attn ms" in printed
 
 
+def test_caches_after_several_contexts(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """A system for each format of a cache; each context has its table."""
+    choice = ("--cache", "f32,q8_0/q8_0", "--context", "8,60", "--new-tokens", "1", "--no-peers")
+    found = records_of(tmp_path, "tokens", *choice, "--formats", "q4_0")
+    cells = [r for r in found if r["kind"] == "tokens"]
+    names = [f"metalmm q4_0, fuse_, cache {c}, replayed" for c in ("f32", "q8_0/q8_0")]
+    assert [r["system"] for r in cells][5:7] == names == [r["system"] for r in cells][12:]
+    assert [r["context"] for r in cells] == [8] * 7 + [60] * 7 and cells[0]["prompt"] == 60
+    assert cells[5]["error"] < 1e-5 < cells[6]["error"] < 1e-2 and all(r["ok"] for r in cells)
+    printed = capsys.readouterr().out
+    assert "parameters, after 8" in printed and "ms of a token after 60" in printed
+
+
 def test_layers_of_tiny_weights(tmp_path: Path) -> None:
     """A layer has 7 products; formats whose block is longer than the layers are left out."""
     found = records_of(tmp_path, "tokens", "--overhead", "--formats", "q4_0,q4_k", "--no-fuse")
@@ -81,7 +95,7 @@ def test_a_packed_cache_gives_the_same_logits(packed: Any) -> None:
 
 def test_only_a_growing_cache_is_captured(packed: Any) -> None:
     """The graph has a static cache, under the name of the system that it is made of."""
-    args = SimpleNamespace(context=32, new_tokens=4, no_graph=False)
+    args = SimpleNamespace(contexts=(32,), new_tokens=4, no_graph=False)
     builder: Any = SimpleNamespace(args=args, device=Device("cuda"))
     made = [of("a", copy.deepcopy(packed)) for of in (Transformers, Packed)]
     entries = [Entry(system, packed) for system in made]
@@ -95,7 +109,6 @@ def test_the_defaults_of_a_device() -> None:
     args = parse(["tokens", "--device", "cuda"])
     assert (args.models, args.formats) == ("8b,1b", "q4_0,q4_k,affine4_g64")
     assert args.context == "128" and parse(["tokens", "--device", "cpu"]).context == "32"
-    assert parse(["tokens", "--cache", "f16", "--device", "cpu"]).context == "128,2k,8k"
     assert parse(["tokens", "--device", "cuda", "--models", "1b"]).models == "1b"
     assert parse(["tokens", "--device", "cuda", "--quick"]).models == "tiny"
     assert set(parse(["tokens", "--device", "cpu"]).models.split(",")) < set(llamas.NAMES)
@@ -196,15 +209,28 @@ def test_peers_say_why_they_do_not_run() -> None:
     assert LlamaCpp.missing("affine4_g64", "cpu")
 
 
+def test_llama_cpp_takes_a_prompt_in_parts() -> None:
+    taken, logits = list[list[int]](), (ctypes.c_float * 2)(0.5, 1.5)
+    system: Any = object.__new__(LlamaCpp)
+    system.vocabulary, system.context = 2, 0
+    system.api = SimpleNamespace(
+        llama_batch_get_one=lambda ids, count: [*ids][:count],
+        llama_decode=lambda context, batch: taken.append(batch),
+        llama_get_logits_ith=lambda context, i: logits,
+    )
+    assert system.feed(range(CHUNK + 3)).tolist() == [0.5, 1.5]
+    assert [*map(len, taken)] == [CHUNK, 3] and sum(taken, []) == [*range(CHUNK + 3)]
+
+
 def test_tables_of_a_peer_without_parts() -> None:
     """A peer has times alone; a graph on a GPU has no passes."""
     rates = dict.fromkeys(("decode", "prefill"), 2.0)
     rates |= {f"{name}_{q}": 1.0 for name in rates for q in ("q1", "q3")}
-    peer = {"kind": "tokens", "model": "m", "system": "a", "prompt": 8, "weight_bytes": 1e6}
-    peer |= rates | {"ok": True, "error": 1e-3}
+    peer = {"kind": "tokens", "model": "m", "system": "a", "prompt": 8, "context": 32}
+    peer |= rates | {"weight_bytes": 1e6, "ok": True, "error": 1e-3}
     found = shares.Shares(dict.fromkeys(shares.KINDS, 1e-3), dict.fromkeys(shares.KINDS, 2))
     other = peer | found.record() | {"ms": 3.0, "ms_q1": 2.0, "ms_q3": 4.0}
-    other |= {"context": 32, "host_ms": 1.0, "device": "cuda"}
+    other |= {"host_ms": 1.0, "device": "cuda"}
     first, second = model_tables([peer, other])
     assert [row[0] for row in first.rows] == ["a", "a"]
     assert second.rows == [["a", "3.00", "2.00–4.00", *["1.00"] * 5, *["2"] * 4]]

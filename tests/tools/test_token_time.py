@@ -120,7 +120,8 @@ def test_a_step_with_a_cache_is_what_is_counted() -> None:
             )
             make = partial(PackedCache, packed.config, "q8_0")
             system = Transformers("", packed, False, make=make, attention="metalmm")
-            system.extend(3)
+            system.reset()
+            system.feed([1, 2, 3])
             calls = shares.watched(lambda s=system: s.feed([1]))
             calls = [c for c in calls if c.name != "aten::arange"]  # slots, of all layers alike
             counted.append([c.kind for c in calls] + [c.name for c in calls])
