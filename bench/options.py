@@ -15,7 +15,7 @@ from torch_metalmm.nn.activations import KINDS
 from . import shapes
 from .devices import Device
 from .machine import PROGRAM
-from .models import cache_cost, llamas, quality
+from .models import llamas, quality
 from .peers.products import ENGINES
 from .problem import DTYPES
 from .tables import Record
@@ -82,7 +82,6 @@ OPTIONS = {
     "chip": Option("whose passes are counted on a CPU (m4-max)", normal="m4-max"),
     "overhead": Option("layers of tiny weights, on the CPU: microseconds a layer", bool),
     "families": Option("what a token costs in families that are more than a Llama", bool),
-    "loops": Option("a token of generate() by transformers' loop and by decode", bool),
     "draft": Option("prompt lookup on tasks, beside decoding without", bool),
     "mtp": Option("drafts of models' own heads, small models that are trained first", bool),
     "train": Option("--mtp: each model for so many seconds (150)", float, 150.0, 2.0),
@@ -161,7 +160,7 @@ MEASURES = {
         "models.tokens",
         "what a token costs, by part",
         ON_DEVICE + "models no-graph no-fuse no-peers prompt context cache activations tp "
-        "new-tokens chip overhead families loops draft ops write mtp "
+        "new-tokens chip overhead families draft ops write mtp "
         "train folder told hidden",
         {
             "cpu": {"formats": "q4_0,q4_k,q6_k,q8_0", "models": "168m,smollm2"},
@@ -175,18 +174,13 @@ MEASURES = {
                 {"formats": "q4_0", "repetitions": 3, "models": ""},
                 {},
             ),
-            "loops": (
-                "models.overhead:run_loops",
-                {"formats": "q4_0", "repetitions": 5, "new_tokens": 128},
-                {},
-            ),
             "draft": (
-                "models.drafted",
+                "models.drafts",
                 {"repetitions": 3, "new_tokens": 400},
                 {"repetitions": 1, "new_tokens": 24},
             ),
             "mtp": (
-                "models.heads",
+                "models.drafts:run_heads",
                 {"formats": "q4_0,q8_0", "repetitions": 1, "new_tokens": 300},
                 {"new_tokens": 24},
             ),
@@ -201,10 +195,10 @@ MEASURES = {
         {"": {"formats": quality.FORMATS}},
     ),
     "cache": Command(
-        "models.cache_cost",
+        "models.quality:run_caches",
         "quality of caches by format",
         RUN,
-        {"": {"formats": cache_cost.FORMATS}},
+        {"": {"formats": quality.CACHES}},
     ),
     "serve": Command(
         "models.served",

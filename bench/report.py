@@ -232,15 +232,6 @@ KINDS: dict[str, tuple[str, tuple[Column, ...]]] = {
             ("tokens equal", "ok", yes),
         ),
     ),
-    "loops": (
-        "{model}",
-        (
-            ("loop", "loop", str),
-            *with_quartiles("ms a token", "ms"),
-            ("tokens equal", "ok", yes),
-            ("replays", "replays", str),
-        ),
-    ),
     "families": (
         "{model}",
         (

@@ -28,7 +28,7 @@ from ..shapes import parse_ints
 from ..tables import status
 from ..timing import PAUSE_SECONDS, Timing
 from . import llamas, shares
-from .cache_cost import named
+from .quality import caches_named
 from .systems import Graph, Packed, System, Transformers
 
 CHECKED_TOKENS = 32
@@ -318,7 +318,10 @@ def run(run: Run) -> Iterator[Record]:
     args, device, dtype = run.args, run.device, run.device.dtype
     if args.write:
         raise ValueError("--write goes with --ops")
-    args.contexts, args.cache = parse_ints(args.context), named(args.cache) if args.cache else ()
+    args.contexts, args.cache = (
+        parse_ints(args.context),
+        caches_named(args.cache) if args.cache else (),
+    )
     found = [*llamas.sources(args.models, device.type, dtype)]
     yield from (s for s in found if not isinstance(s, llamas.Source))
     for source in (s for s in found if isinstance(s, llamas.Source)):

@@ -17,7 +17,7 @@ from torch_metalmm.msl.build import ROOT
 from torch_metalmm.tools.cost_model import Chip, predict
 from torch_metalmm.tools.token_time import CONTEXT, FORMS, MODELS, OP_US, token_time
 
-from ..models.cache_cost import named
+from ..models.quality import caches_named
 from ..shapes import parse_ints
 from ..tables import Table, digits, percent, to_markdown
 
@@ -290,7 +290,7 @@ def print_(args: argparse.Namespace) -> None:
         raise ValueError("--context and --cache: only with --tokens")
     if args.context or args.cache:
         contexts = parse_ints(args.context, least=0) if args.context else CONTEXTS
-        caches = named(args.cache) if args.cache else CACHES
+        caches = caches_named(args.cache) if args.cache else CACHES
         print(to_markdown(contexts_table(contexts, caches)))
     elif args.tokens:
         print(tokens_block())
