@@ -10,7 +10,8 @@ from typing import Any
 
 import torch
 
-from . import machine, report
+from . import report
+from .devices import describe, need_clone
 from .options import MEASURES, OF_A_CLONE, parse, work_of
 from .runner import Record, Run
 from .tables import status
@@ -36,14 +37,14 @@ def main(argv: list[str]) -> int:
     try:
         args = parse(argv)
         if args.command in OF_A_CLONE:
-            machine.need_clone(args.command)
+            need_clone(args.command)
         work = work_of(args)
         if args.command not in MEASURES:
             work(args)
             return 0
         torch.set_num_threads(args.threads)
         run = Run(args)
-        about = machine.describe(argv, args.threads, run.device.name, run.device.cache_bytes)
+        about = describe(argv, args.threads, run.device.name, run.device.cache_bytes)
         about["quick"] = args.quick
         if (load := about["load_before"]) > 0.5:
             status(f"load average {load}: other programs run, times are noisy\n")

@@ -20,9 +20,19 @@ from torch_metalmm.hf.caches.pages import SLOTS as PAGE
 
 from .devices import CPU
 from .peers import ggml, sdpa
-from .problem import LABELS, Bounded, Rounding, Setting, lost, of_additions, rotated, unit
+from .problem import (
+    LABELS,
+    Bounded,
+    Rounding,
+    Setting,
+    lost,
+    of_additions,
+    parse_ints,
+    parse_product,
+    rotated,
+    unit,
+)
 from .runner import Cell, Record, Run, Way, check_formats
-from .shapes import parse_ints, parse_product
 from .tables import status
 
 ops = torch.ops.metalmm

@@ -12,9 +12,8 @@ from torch_metalmm.nn.exact import exact_rows
 
 from .devices import Device
 from .peers.products import ENGINES
-from .problem import Checker, Problem, Variant
+from .problem import Checker, Problem, Variant, parse_ints, parse_names, parse_shape
 from .runner import Cell, Record, Run, Way, check_formats
-from .shapes import parse_ints, parse_names, parse_shape
 from .tables import status
 
 REFERENCE = {"cpu": "F.linear f32", "cuda": "F.linear f16", "mps": "F.linear f16"}

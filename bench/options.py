@@ -12,12 +12,10 @@ import torch
 from torch_metalmm.engines import DEVICES
 from torch_metalmm.nn.activations import KINDS
 
-from . import shapes
-from .devices import Device
-from .machine import PROGRAM
+from .devices import PROGRAM, Device
 from .models import llamas, quality
 from .peers.products import ENGINES
-from .problem import DTYPES
+from .problem import DTYPES, NAMED
 from .tables import Record
 
 
@@ -46,9 +44,7 @@ OPTIONS = {
     "markdown": Option("print tables in Markdown", bool),
     "quick": Option("small and short: does it run at all?", bool),
     "device": Option(f"{', '.join(DEVICES)}; default: mps on a Mac, else cpu"),
-    "shapes": Option(
-        f"NxK or of {', '.join(shapes.NAMED)}", normal="attn,up,down,head", quick="tiny"
-    ),
+    "shapes": Option(f"NxK or of {', '.join(NAMED)}", normal="attn,up,down,head", quick="tiny"),
     "m": Option("rows of x, as 1,4,8-16", normal="1,4,8,16,128,512", quick="1,8,64"),
     "engines": Option(
         f"auto = all installed; or of {', '.join(ENGINES)}",
@@ -226,7 +222,7 @@ PRINTS = {
         "kernels metal rows ggml mlx",
     ),
     "neon": Command(
-        "neon.command", "instructions of products with one row of x on a Mac's CPU, by qemu", "ggml"
+        "shaders.neon", "instructions of products with one row of x on a Mac's CPU, by qemu", "ggml"
     ),
 }
 COMMANDS = MEASURES | PRINTS

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from torch_metalmm import formats
 
-from .machine import ROOT
+from .devices import ROOT
 from .report import Record, read_records
 from .tables import ABSENT, Table, digits, replace_block, to_markdown
 

@@ -13,9 +13,8 @@ from functools import cached_property
 
 from torch_metalmm import formats
 
-from . import shapes
 from .devices import CPU, Device
-from .problem import COLD_FACTOR, DTYPES, Setting
+from .problem import COLD_FACTOR, DTYPES, Setting, parse_names
 from .roofs import Roof, of_cpu, of_gpu
 from .tables import Record, status
 from .timing import Timed, Timing, interleave, wall_clock
@@ -170,7 +169,7 @@ def named(text: str) -> list[str]:
     """The formats of --formats; "all" that can be packed. ValueError: an unknown one."""
     if text == "all":
         return [name for name in formats.names() if formats.get(name).packs]
-    return [formats.get(n).name for n in shapes.parse_names(text)]
+    return [formats.get(n).name for n in parse_names(text)]
 
 
 def check_formats(names: Iterable[str], ks: Iterable[int]) -> None:

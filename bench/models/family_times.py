@@ -20,8 +20,8 @@ from torch_metalmm import fuse_
 from torch_metalmm.hf.replay import replayed
 
 from ..peers.programs import LlamaCpp
+from ..problem import parse_names
 from ..runner import Record, Run, named
-from ..shapes import parse_names
 from ..tables import status
 from ..timing import Timing, by_turns, wall_clock
 from .families import family, versions

@@ -28,14 +28,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from torch_metalmm import PackedCache, activations_, formats, load_gguf, quantize_, read_importance
+import torch_metalmm
+from torch_metalmm import activations_, formats, load_gguf, quantize_, read_importance
 from torch_metalmm.files.imatrix import write_imatrix
 from torch_metalmm.hf.caches import name_of, pair_of
 from torch_metalmm.models.cache_argument import with_cache
 from torch_metalmm.tools.generate import demo_model
 from torch_metalmm.tools.imatrix import measure
 
-from ..machine import ROOT, need_clone
+from ..devices import ROOT, need_clone
 from ..runner import Record, Run, named
 from ..tables import status
 
@@ -224,7 +225,7 @@ def run_caches(run: Run) -> Iterator[Record]:
     tokens, window, answer = (96, 48, 4) if quick else (TOKENS, CONTEXT, ANSWER)
     ids = tokenizer(pages(), return_tensors="pt").input_ids[:, :tokens]
     model.set_attn_implementation("metalmm")
-    packed = {n: partial(PackedCache, model.config, n) for n in names}
+    packed = {n: partial(torch_metalmm.PackedCache, model.config, n) for n in names}
     caches = {DYNAMIC: dynamic, **packed}
     scores = {name: Scores() for name in caches}
     for start in range(0, ids.shape[1] - 1, window):

@@ -24,8 +24,8 @@ from torch import Tensor, nn
 
 from torch_metalmm import formats, fuse_
 
+from ..problem import parse_ints
 from ..runner import Record, Run
-from ..shapes import parse_ints
 from ..tables import status
 from . import llamas
 from .systems import ROUNDED_LIMIT, Graph, Transformers

@@ -32,7 +32,7 @@ import torch
 from torch_metalmm import fuse_, load_gguf
 from torch_metalmm.tools.generate import demo_model, load_model
 
-from ..machine import IMPORTED_FROM
+from ..devices import IMPORTED_FROM
 from ..runner import Record, Run
 from ..tables import status
 from ..timing import Ticks, Timing, by_turns

@@ -23,8 +23,8 @@ from torch_metalmm.hf.caches.layers import DTYPE_NAMES
 
 from ..devices import Device
 from ..peers.programs import PROGRAMS
+from ..problem import parse_ints
 from ..runner import Record, Run
-from ..shapes import parse_ints
 from ..tables import status
 from ..timing import PAUSE_SECONDS, Timing
 from . import llamas, shares

@@ -18,7 +18,7 @@ from torch_metalmm.tools.cost_model import Chip, predict
 from torch_metalmm.tools.token_time import CONTEXT, FORMS, MODELS, OP_US, token_time
 
 from ..models.quality import caches_named
-from ..shapes import parse_ints
+from ..problem import parse_ints
 from ..tables import Table, digits, percent, to_markdown
 
 PAGE = ROOT / "docs" / "chip-model.md"

@@ -12,10 +12,9 @@ from torch_metalmm.tools.cost_model import Chip, predict
 
 from .. import matmul
 from ..devices import CPU, GPU_MAX_BURST, MIN_CALLS, ROW_SECONDS, Device
-from ..problem import COLD_FACTOR, LABELS, Checker, Problem, Setting, Variant
+from ..problem import COLD_FACTOR, LABELS, NAMED, Checker, Problem, Setting, Shape, Variant
 from ..roofs import Roof, matrix_probe, of_cpu, of_gpu
 from ..runner import Record, run_cell
-from ..shapes import NAMED, Shape
 from ..timing import interleave
 
 Progress = Callable[[str], None]

@@ -23,8 +23,7 @@ from torch_metalmm import _C, __version__
 from torch_metalmm.files.blame import blaming
 from torch_metalmm.files.staging import check_writable, replaced
 
-from ..devices import Device
-from ..machine import cpu_name, load_average
+from ..devices import Device, cpu_name, load_average
 from ..tables import Record
 
 PROGRAM, SCHEMA = "metalmm bench", 1

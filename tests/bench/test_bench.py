@@ -18,9 +18,8 @@ from bench.__main__ import main
 from bench.devices import Device
 from bench.options import parse
 from bench.peers.products import ENGINES
-from bench.problem import Checker, Problem, Setting, Variant
+from bench.problem import NAMED, Checker, Problem, Setting, Variant
 from bench.runner import Run
-from bench.shapes import NAMED
 from torch_metalmm import _C
 
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 from places import ROOT
 
-from bench.neon import command
-from bench.neon.command import Count
+from bench.shaders import neon
+from bench.shaders.neon import Count
 
 LOG = """----------------
 IN: main
@@ -23,7 +23,7 @@ Trace 0: 0x7f [0000000000400f00/0000000000401000/00000001/00000201] main
 
 
 def test_each_execution_of_an_address_counts() -> None:
-    times, text = command.executed(iter(LOG.splitlines()))
+    times, text = neon.executed(iter(LOG.splitlines()))
     assert times == {0x401000: 2, 0x401004: 1}
     assert text == {0x401000: "mov      x0, v1.d[0]", 0x401004: "ldr      q0, [x1]"}
 
@@ -43,7 +43,7 @@ def test_each_execution_of_an_address_counts() -> None:
     ],
 )
 def test_what_computes_on_vectors(instruction: str, computes: bool) -> None:
-    assert command.computes_on_vectors(instruction) is computes
+    assert neon.computes_on_vectors(instruction) is computes
 
 
 def test_each_product_stands_beside_the_least_of_ggml() -> None:
@@ -52,7 +52,7 @@ def test_each_product_stands_beside_the_least_of_ggml() -> None:
         "affine4_g64": [Count(9, 8)] * 3,
     }
     peer = {"q4_0": {"vec_dot": Count(20, 12), "gemv": Count(8, 5)}}
-    rows = command.table(own, peer).rows
+    rows = neon.table(own, peer).rows
     assert rows[0] == ["q4_0", "42.0, 30.1, 5.25", "20.0, 10.0, 2.50", "16.0, 9.0, 2.00"] + [
         "20.0, 12.0",
         "8.0, 5.0",
@@ -62,4 +62,4 @@ def test_each_product_stands_beside_the_least_of_ggml() -> None:
 
 def test_a_folder_that_is_not_ggml_is_refused() -> None:
     with pytest.raises(ValueError, match="--ggml .*: has no src/ggml-cpu/arch/arm"):
-        command.ggml(ROOT, ROOT)
+        neon.ggml(ROOT, ROOT)

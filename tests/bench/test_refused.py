@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from bench.__main__ import main
-from bench.shapes import parse_ints
+from bench.problem import parse_ints
 
 
 @pytest.mark.parametrize(

@@ -227,7 +227,7 @@ sys.modules |= dict.fromkeys(["transformers", "safetensors", "gguf", "rich", "ma
 from torch_metalmm.tools.cli import main
 assert main(["bench", "--quick", "--formats", "q4_0", "--output", sys.argv[1]]) == 0
 assert "bench" not in sys.modules
-for name in ("cells", "chips", "agx", "neon", "tiles", "plot-formats"):
+for name in ("cells", "chips", "agx", "neon", "cache", "plot-formats"):
     try:
         main(["bench", name])
     except SystemExit as end:
@@ -254,7 +254,7 @@ def test_an_installation_measures_without_a_clone(clone: Path, tmp_path: Path) -
     assert "**What the machine reached**" in done.stdout  # rich would frame it
     assert "a picture needs matplotlib: pip install matplotlib" in done.stdout
     assert written["skipped"] == [skipped] and written["roofs"]["read_gb_s"] > 0
-    refused = ("cells", "chips", "agx", "neon", "tiles", "plot-formats")
+    refused = ("cells", "chips", "agx", "neon", "cache", "plot-formats")
     assert done.stdout.splitlines()[-len(refused) :] == [f"{name} 2" for name in refused]
     said = [line for line in done.stderr.splitlines() if line.startswith("bench: ")]
     why = "works in a clone of the repository, not in an installation"

@@ -19,8 +19,7 @@ from failing import failure
 from torch_metalmm import _C
 from torch_metalmm.bench.devices import CPU, Device
 from torch_metalmm.bench.models import llamas
-from torch_metalmm.bench.problem import Setting, Variant
-from torch_metalmm.bench.shapes import Shape
+from torch_metalmm.bench.problem import Setting, Shape, Variant
 from torch_metalmm.bench.standard import products, record, run, show, stack
 from torch_metalmm.tools.cli import main
 from torch_metalmm.tools.cost_model import LAUNCH_US, REACHED, Chip

@@ -21,7 +21,7 @@ from typing import NamedTuple
 from torch_metalmm import formats
 from torch_metalmm.msl.build import compiled
 
-from ..machine import ROOT
+from ..devices import ROOT
 from ..tables import Table, to_markdown
 
 HERE = Path(__file__).parent
@@ -100,7 +100,7 @@ def ours(folder: Path) -> dict[str, list[Count]]:
         file = ROOT / "csrc/cpu" / file
         compiled("c++", *_TARGET, *_OURS, *more, f"-DMM_ISA={name}", "-c", file, "-o", objects[-1])
     program = folder / "kernel"
-    sources = (HERE / "kernel.cpp", ROOT / "csrc/plan/format.cpp")
+    sources = (HERE / "neon_kernel.cpp", ROOT / "csrc/plan/format.cpp")
     compiled("c++", *_TARGET, *_OURS, *sources, *objects, "-o", program)
     return {f: [count(program, f, kind) for kind in PRODUCTS] for f in GGML}
 
@@ -125,7 +125,7 @@ def ggml(source: Path, folder: Path) -> dict[str, dict[str, Count]]:
         for name in names:
             defines = [f"-DMM_PRODUCT=ggml_{name}", *(["-DMM_REPACKED"] * name.startswith("gemv"))]
             program = folder / name
-            link = [*defines, HERE / "ggml.c", *objects, "-Wl,--gc-sections", "-o", program]
+            link = [*defines, HERE / "neon_ggml.c", *objects, "-Wl,--gc-sections", "-o", program]
             compiled("cc", *_TARGET, *_PEER, *link)
             counted = count(program, str(formats.get(format).row_bytes(K)))
             found.setdefault(format, {})[name] = counted
