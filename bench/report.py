@@ -79,16 +79,14 @@ def table(title: str, columns: Iterable[Column], records: Sequence[Record]) -> T
 
 # ---- cells
 
-# Kinds of cells, and the fields that their tables do without: names of variants have the format.
-CELLS: dict[str, set[str]] = {
-    "matmul": {"format", "worst"},
-    "exact": {"format", "worst"},
-    "attention": {"format"},
-}
+
+def of_many(field: str) -> Callable[[Record], Any]:
+    """The field of a record but of one query, which memory bounds."""
+    return lambda r: None if r.get("queries") == 1 else r.get(field)
+
+
 OF_CELLS: tuple[Column, ...] = (
     ("variant", "variant", str),
-    ("format", "format", str),
-    ("N×K", "w", str),
     ("M", "m", str),
     ("batch", "batch", str),
     ("slots", "slots", str),
@@ -97,15 +95,19 @@ OF_CELLS: tuple[Column, ...] = (
     ("IQR", spread, percent),
     ("GB/s", "gbs", digits),
     ("of read", "percent_read", percent),
-    ("GFLOP/s", "gflops", digits),
-    ("of peak", "percent_peak", percent),
+    ("GFLOP/s", of_many("gflops"), digits),
+    ("of peak", of_many("percent_peak"), percent),
     ("vs F.linear", "speedup", times),
     ("vs best peer", "of_best", times),
     ("vs f16", "of_f16", times),
     ("vs rows", "of_rows", times),
     ("one row over it", "of_one", times),
     ("error", "error", scientific),
-    ("of bound", lambda r: 100 * r["worst"] if "worst" in r else None, percent),
+    (
+        "of bound",
+        lambda r: 100 * r["worst"] if "worst" in r and "error" not in r else None,
+        percent,
+    ),
 )
 
 
@@ -119,14 +121,7 @@ def by_title(records: Iterable[Record], *kinds: str) -> dict[str, list[Record]]:
 
 def cell_tables(records: Sequence[Record], *kinds: str) -> list[Table]:
     """A table for each title, a row for each cell and way."""
-    tables = []
-    for title, cells in by_title(records, *kinds).items():
-        without = CELLS[cells[0]["kind"]]
-        if cells[0].get("queries") == 1:
-            without = without | {"gflops", "percent_peak"}
-        shown = [{k: v for k, v in c.items() if k not in without} for c in cells]
-        tables.append(table(title, OF_CELLS, shown))
-    return tables
+    return [table(title, OF_CELLS, cells) for title, cells in by_title(records, *kinds).items()]
 
 
 def pivots(records: Sequence[Record]) -> list[Table]:
@@ -373,7 +368,7 @@ def run_lines(records: Sequence[Record]) -> list[str]:
 def show(records: Sequence[Record], markdown: bool) -> None:
     """Prints everything the records hold: of products summaries as markdown, else every cell."""
     tables = pivots(records) if markdown else cell_tables(records, "matmul")
-    tables += cell_tables(records, *[*CELLS][1:]) + model_tables(records)
+    tables += cell_tables(records, "exact", "attention") + model_tables(records)
     if markdown:
         print("  \n".join(run_lines(records)), *map(to_markdown, tables), sep="\n\n")
         return
