@@ -265,24 +265,24 @@ class Cost(NamedTuple):
     cycles: float
 
 
-def _pass(strategy: str, codec: str, m: int) -> passes.Pass:
+def _pass_of_rows(strategy: str, codec: str, m: int) -> passes.Pass:
     asked = {"m": m, "n": 4096, "k": 4096, "format": passes.codecs()[codec], "dtype": "f16"}
     plan = _C.plan(strategy=strategy, chip="m1-max", **asked)
     return next(one for one in plan["passes"] if one["kernel"].startswith(strategy))
 
 
 @functools.cache
-def _code(strategy: str, codec: str, batch: int) -> Code:
+def _code_of_rows(strategy: str, codec: str, batch: int) -> Code:
     """The machine code of a pass of so many rows of x."""
-    return compile_pass(_pass(strategy, codec, max(batch, 1)))
+    return compile_pass(_pass_of_rows(strategy, codec, max(batch, 1)))
 
 
 def vector(codec: str, m: int) -> Cost:
     """gemv of one row, gemv_batched of more."""
     strategy = "gemv" if m == 1 else "gemv_batched"
-    one = _pass(strategy, codec, m)
+    one = _pass_of_rows(strategy, codec, m)
     batch = one["constants"]["batch"]
-    code, times = _code(strategy, codec, batch), one["grid"][0]
+    code, times = _code_of_rows(strategy, codec, batch), one["grid"][0]
     # Beside rows of x that are kept a turn has as many rows of W as one of gemv.
     turn = "gemv" if batch <= _C.KEPT_ROWS else strategy
     each = times / weights()[f"{turn}_{codec}"]
@@ -291,8 +291,8 @@ def vector(codec: str, m: int) -> Cost:
 
 def tile(codec: str, m: int) -> Cost:
     """gemm_small, without the pass that may arrange x."""
-    one = _pass("gemm_small", codec, m)
-    code, times = _code("gemm_small", codec, one["constants"]["batch"]), one["grid"][0]
+    one = _pass_of_rows("gemm_small", codec, m)
+    code, times = _code_of_rows("gemm_small", codec, one["constants"]["batch"]), one["grid"][0]
     products = _TILE_PRODUCTS * one["constants"]["batch"] // 8
     cycles = code.cycles + products * (_PRODUCT_CYCLES - _COUNTED_SLOTS)
     loop = len(code.loop) - products * (_COUNTED_SLOTS - 1)

@@ -16,6 +16,7 @@ from places import ROOT
 from bench import matmul
 from bench.__main__ import main
 from bench.devices import Device
+from bench.models import quality
 from bench.options import parse
 from bench.peers.products import ENGINES
 from bench.problem import NAMED, Checker, Problem, Setting, Variant
@@ -127,9 +128,14 @@ def test_quality_of_the_real_models(own_threads: None, tmp_path: Path) -> None:
         assert row["formats"] == {"q8_0": 1.0} and row["bytes"] < row["f16_bytes"] * 0.54
 
 
-def test_quality_with_an_importance_matrix(own_threads: None, tmp_path: Path) -> None:
-    """Of formats that search: another packing than without, of as many bytes."""
-    records = records_of(tmp_path, "quality", "--imatrix", "--formats", "q8_0,q4_0")
-    base, packed = [r for r in records if r["kind"] == "quality"]
-    assert base["divergence"] == 0 < packed["divergence"] < 1
-    assert packed["variant"] == "q4_0, imatrix" and packed["formats"] == {"q4_0": 1.0}
+def test_quality_with_an_importance_matrix(own_threads: None) -> None:
+    """Formats that search lose less with it; others are left out."""
+    found = []
+    for is_weighed in (False, True):
+        args = SimpleNamespace(quick=True, activations=(), imatrix=is_weighed)
+        with torch.inference_mode():
+            found.append([*quality.language_model(["q8_0", "q4_0"], args)])
+    plain, weighed = found
+    assert [r["variant"] for r in weighed] == ["the file's q4_1", "q4_0, imatrix"]
+    assert weighed[0]["divergence"] == 0 < weighed[1]["divergence"] < plain[2]["divergence"]
+    assert weighed[1]["formats"] == {"q4_0": 1.0}
