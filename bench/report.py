@@ -111,45 +111,41 @@ OF_CELLS: tuple[Column, ...] = (
 )
 
 
-def by_title(records: Iterable[Record], *kinds: str) -> dict[str, list[Record]]:
-    out: dict[str, list[Record]] = {}
+def cell_tables(records: Iterable[Record], pivoted: bool = False) -> list[Table]:
+    """A table for each kind and title of cells, a row for each cell and way; of products, if
+    `pivoted`, a row for each way."""
+    of_title: dict[tuple[str, str], list[Record]] = {}
     for r in records:
-        if r["kind"] in kinds:
-            out.setdefault(r["title"], []).append(r)
-    return out
+        if "title" in r:
+            of_title.setdefault((r["kind"], r["title"]), []).append(r)
+    return [
+        pivot(title, cells) if pivoted and kind == "matmul" else table(title, OF_CELLS, cells)
+        for (kind, title), cells in of_title.items()
+    ]
 
 
-def cell_tables(records: Sequence[Record], *kinds: str) -> list[Table]:
-    """A table for each title, a row for each cell and way."""
-    return [table(title, OF_CELLS, cells) for title, cells in by_title(records, *kinds).items()]
-
-
-def pivots(records: Sequence[Record]) -> list[Table]:
-    """A table of products for each title: a row per variant, µs by M; what the cells of a row have
-    at the least and at the most M."""
-    tables = []
-    for title, found in by_title(records, "matmul").items():
-        values = sorted({c["m"] for c in found})
-        columns: list[Column] = [(f"{title}, µs at", "variant", str)]
-        for v in values:
-            columns.append((f"M={v}", lambda r, v=v: microseconds(r["cells"].get(v, {})), str))
-        rates = [("GB/s", 0, "gbs", digits), ("of read", 0, "percent_read", percent)]
-        rates += [("GFLOP/s", -1, "gflops", digits), ("of peak", -1, "percent_peak", percent)]
-        for name, i, field, text in rates:
-            name = f"{name} M={values[i]}" if "/s" in name else name
-            at = values[i]
-            columns.append((name, lambda r, a=at, f=field: r["cells"].get(a, {}).get(f), text))
-        columns += [("worst IQR", "spread", percent), ("error", "error", scientific)]
-        rows = []
-        for name in dict.fromkeys(c["variant"] for c in found):
-            cells = {c["m"]: c for c in found if c["variant"] == name}
-            row: Record = {"variant": name, "cells": cells}
-            for field, of in (("spread", spread), ("error", lambda c: c.get("error"))):
-                some = [v for c in cells.values() if (v := of(c)) is not None]
-                row[field] = max(some, default=None)
-            rows.append(row)
-        tables.append(table("", columns, rows))
-    return tables
+def pivot(title: str, found: Sequence[Record]) -> Table:
+    """A row per variant, µs by M; what the cells of a row have at the least and at the most M."""
+    values = sorted({c["m"] for c in found})
+    columns: list[Column] = [(f"{title}, µs at", "variant", str)]
+    for v in values:
+        columns.append((f"M={v}", lambda r, v=v: microseconds(r["cells"].get(v, {})), str))
+    rates = [("GB/s", 0, "gbs", digits), ("of read", 0, "percent_read", percent)]
+    rates += [("GFLOP/s", -1, "gflops", digits), ("of peak", -1, "percent_peak", percent)]
+    for name, i, field, text in rates:
+        name = f"{name} M={values[i]}" if "/s" in name else name
+        at = values[i]
+        columns.append((name, lambda r, a=at, f=field: r["cells"].get(a, {}).get(f), text))
+    columns += [("worst IQR", "spread", percent), ("error", "error", scientific)]
+    rows = []
+    for name in dict.fromkeys(c["variant"] for c in found):
+        cells = {c["m"]: c for c in found if c["variant"] == name}
+        row: Record = {"variant": name, "cells": cells}
+        for field, of in (("spread", spread), ("error", lambda c: c.get("error"))):
+            some = [v for c in cells.values() if (v := of(c)) is not None]
+            row[field] = max(some, default=None)
+        rows.append(row)
+    return table("", columns, rows)
 
 
 # ---- whole models, caches, serve
@@ -367,8 +363,7 @@ def run_lines(records: Sequence[Record]) -> list[str]:
 
 def show(records: Sequence[Record], markdown: bool) -> None:
     """Prints everything the records hold: of products summaries as markdown, else every cell."""
-    tables = pivots(records) if markdown else cell_tables(records, "matmul")
-    tables += cell_tables(records, "exact", "attention") + model_tables(records)
+    tables = cell_tables(records, pivoted=markdown) + model_tables(records)
     if markdown:
         print("  \n".join(run_lines(records)), *map(to_markdown, tables), sep="\n\n")
         return

@@ -157,5 +157,5 @@ def test_a_wrong_variant_has_a_row_without_times() -> None:
     record = {"kind": "attention", "variant": "a", "batch": 1, "queries": 1, "slots": 8}
     record |= {"title": "t", "bytes": 1e6, "worst": 3.0, "ok": False}
     other = record | {"variant": "b", "ok": True, "us": 2.0, "us_q1": 1.0, "us_q3": 3.0}
-    (table,) = cell_tables([record, other], "attention")
+    (table,) = cell_tables([record, other])
     assert table.rows[0] == ["a", "1", "8", "1.00", "WRONG", "–", "300 %"]

@@ -10,7 +10,7 @@ import torch
 import bench.devices as devices
 from bench import options
 from bench.devices import ROW_SECONDS, Device
-from bench.report import cell_tables, pivots
+from bench.report import cell_tables
 from bench.tables import digits, percent
 from bench.timing import interleave
 from torch_metalmm import engines
@@ -118,6 +118,6 @@ def test_small_numbers_of_a_table_are_not_zero() -> None:
     }
     cell |= {"us": 14.5, "us_q1": 14.5, "us_q3": 14.5, "speedup": 0.0145}
     cell |= {"gbs": 0.0456, "percent_read": 0.31, "gflops": 0.02, "percent_peak": 4.4}
-    (summary,), (full,) = pivots([cell]), cell_tables([cell], "matmul")
+    (summary,), (full,) = cell_tables([cell], pivoted=True), cell_tables([cell])
     assert summary.rows[0][1:6] == ["14.5", "0.0456", "0.3 %", "0.0200", "4 %"]
     assert "0.0145×" in full.rows[0] and percent(0.0) == "0 %" and percent(99.6) == "100 %"
