@@ -15,7 +15,7 @@ from measured import records_of
 from bench.devices import Device
 from bench.models import llamas, shares
 from bench.models.systems import Packed, Static, Transformers
-from bench.models.tokens import Builder, Entry
+from bench.models.tokens import Builder, Entry, Race
 from bench.options import parse
 from bench.peers.programs import CHUNK, LlamaCpp, MlxLm
 from bench.report import model_tables
@@ -51,14 +51,24 @@ def test_a_token_by_its_parts(tmp_path: Path, capsys: pytest.CaptureFixture[str]
     assert "2 M parameters: ms of a token" in printed and "attn ms" in printed
 
 
-def test_caches_after_several_contexts(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """A system for each format of a cache; each context has its table."""
+def test_caches_after_several_contexts(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A system for each format of a cache; each context has its rounds and its table."""
+    rounds, round_of = list[int](), Race.round
+
+    def counted(race: Race, prompt: Any, context: int, new_tokens: int) -> None:
+        rounds.append(context)
+        round_of(race, prompt, context, new_tokens)
+
+    monkeypatch.setattr(Race, "round", counted)
     choice = ("--cache", "f32,q8_0/q8_0", "--context", "8,60", "--new-tokens", "1", "--no-peers")
     found = records_of(tmp_path, "tokens", *choice, "--formats", "q4_0")
     cells = [r for r in found if r["kind"] == "tokens"]
     names = [f"metalmm q4_0, fuse_, cache {c}, replayed" for c in ("f32", "q8_0/q8_0")]
     assert [r["system"] for r in cells][5:7] == names == [r["system"] for r in cells][12:]
     assert [r["context"] for r in cells] == [8] * 7 + [60] * 7 and cells[0]["prompt"] == 60
+    assert [*dict.fromkeys(rounds)] == [8, 60]
     assert cells[5]["error"] < 1e-5 < cells[6]["error"] < 1e-2 and all(r["ok"] for r in cells)
     printed = capsys.readouterr().out
     assert "parameters, after 8" in printed and "ms of a token after 60" in printed
