@@ -135,11 +135,7 @@ MEASURES = {
         "cold matmul against peers and roofs",
         ON_DEVICE + "shapes m engines dtype strategy seconds exact",
         modes={
-            "exact": (
-                "matmul",
-                EXACT | {"shapes": "14336x4096"},
-                EXACT | {"m": "1,2"},
-            ),
+            "exact": ("matmul", EXACT | {"shapes": "14336x4096"}, EXACT | {"m": "1,2"}),
         },
     ),
     "attention": Command(

@@ -161,8 +161,9 @@ class Static(Transformers):
 
 def counts(cache: Any) -> list[Tensor]:
     """The lengths of the layers of a StaticCache; recurrent layers count nothing."""
-    layers = [layer for layer in cache.layers if not hasattr(layer, "recurrent_states")]
-    return [layer.cumulative_length for layer in layers]
+    name = "cumulative_length"
+    layers = (x for x in cache.layers if hasattr(x, name) or not hasattr(x, "recurrent_states"))
+    return [getattr(layer, name) for layer in layers]
 
 
 class Graph(Static):

@@ -139,11 +139,9 @@ class Builder:
         stepped = fuse_(llamas.sharing(model), cache=dtype_name)
         yield Entry(Packed(f"{plain}, fuse_, replayed", stepped, exact), model, plain)
         for cache in self.args.cache:
-            title, stepped = (
-                f"{plain}, fuse_, cache {cache}",
-                fuse_(llamas.sharing(model), cache=cache),
-            )
-            yield Entry(Packed(f"{title}, replayed", stepped, False, cache), model, plain)
+            title = f"{plain}, fuse_, cache {cache}, replayed"
+            stepped = fuse_(llamas.sharing(model), cache=cache)
+            yield Entry(Packed(title, stepped, False, cache), model, plain)
 
     def and_graphs(self, entries: Sequence[Entry]) -> Iterator[Entry]:
         """The entries, and on cuda those that can be captured, with a cache just as long."""
@@ -318,10 +316,8 @@ def run(run: Run) -> Iterator[Record]:
     args, device, dtype = run.args, run.device, run.device.dtype
     if args.write:
         raise ValueError("--write goes with --ops")
-    args.contexts, args.cache = (
-        parse_ints(args.context),
-        caches_named(args.cache) if args.cache else (),
-    )
+    args.contexts = parse_ints(args.context)
+    args.cache = caches_named(args.cache) if args.cache else ()
     found = [*llamas.sources(args.models, device.type, dtype)]
     yield from (s for s in found if not isinstance(s, llamas.Source))
     for source in (s for s in found if isinstance(s, llamas.Source)):
