@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Callable, Iterator
 
 import pytest
 from forked import forked
 from places import ROOT
+
+from torch_metalmm.extras import uncollected
 
 CALLS = {
     "load_gguf": "('x.gguf')",
@@ -79,3 +82,16 @@ def test_one_package_is_missing(package: str, said: Said) -> None:
     assert len(errors) == 2
     if package == "safetensors":
         assert messages.keys() == CALLS.keys() - {"MetalMMConfig"}
+
+
+def test_garbage_is_collected_again() -> None:
+    """Also after an error, and not by who had said that none is."""
+    for before in (True, False):
+        (gc.enable if before else gc.disable)()
+        try:
+            with pytest.raises(KeyError), uncollected():
+                assert not gc.isenabled()
+                raise KeyError
+            assert gc.isenabled() is before
+        finally:
+            gc.enable()

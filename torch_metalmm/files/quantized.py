@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..extras import HF, require
+from ..extras import HF, require, uncollected
 from ..models.integers.affine import Rows
 from ..models.replace import weight_shape
 from ..models.skeleton import empty_model
@@ -21,6 +21,7 @@ from .source import Source
 from .untrusted import check_index, config_of
 
 
+@uncollected()
 def load_quantized(
     folder: str | os.PathLike[str],
     device: torch.device | str = "cpu",

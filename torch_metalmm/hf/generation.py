@@ -12,7 +12,6 @@ from ..models.attach import plug_in_caches
 from ..models.cache_argument import cache_in, cache_of_generate
 from . import attention as attention  # which registers ATTENTION
 from .caches import ATTENTION, name_of, pair_of, rows_of
-from .replay import Replayed, replayed
 
 _METHOD = "_prepare_cache_for_generation"
 
@@ -94,6 +93,8 @@ def check_cache(models: Iterable[Any], format: str) -> None:
 
 def set_cache(models: Iterable[Any], format: str) -> None:
     """generate() of the models that generate makes PackedCache(config, format)."""
+    from .replay import Replayed
+
     models = list(models)
     check_cache(models, format)
     for model in _generating(models):
@@ -108,6 +109,8 @@ def set_cache(models: Iterable[Any], format: str) -> None:
 
 def drop_cache(models: Iterable[Any]) -> None:
     """Caches and attention functions of the models are what they were before set_cache."""
+    from .replay import replayed
+
     for model in _generating(models):
         if (found := default_cache(model)) is not None:
             found.detach()

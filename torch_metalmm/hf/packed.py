@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-from ..extras import HF, require
+from ..extras import HF, require, uncollected
 from ..files.blame import blaming
 from ..files.folder import check_packed, is_packed, read_tokenizer
 from ..files.owned import obsolete_tokenizer, obsolete_weights
@@ -78,6 +78,7 @@ def save_beside(
             shutil.copyfile(file, staging / name)
 
 
+@uncollected()
 def load_packed(
     folder: str | os.PathLike[str],
     device: torch.device | str = "cpu",

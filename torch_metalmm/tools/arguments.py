@@ -7,7 +7,7 @@ import logging
 from typing import TYPE_CHECKING
 
 from ..engines import DEVICES, check_device
-from ..extras import HF, require
+from ..extras import HF, require, uncollected
 
 if TYPE_CHECKING:
     import torch
@@ -58,7 +58,8 @@ def start(args: argparse.Namespace, *packages: str) -> None:
     # transformers imports an installed torchao, which warns of its CUDA libraries and enums.
     for name in ("torchao", "torch.utils._pytree"):
         logging.getLogger(name).setLevel(logging.ERROR)
-    import transformers
+    with uncollected():
+        import transformers
 
     transformers.utils.logging.set_verbosity_error()  # type: ignore[no-untyped-call]
 

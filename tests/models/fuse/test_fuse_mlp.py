@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 import pytest
 import torch
@@ -14,9 +13,8 @@ from layer_models import near
 from oracle import DTYPES, Halved, Value, check
 from torch import Tensor, nn
 
-from torch_metalmm import _C, QuantLinear, fuse_
-from torch_metalmm.models.fuse import times as fuse_times
-from torch_metalmm.nn.fused import FORMS, FusedMLP, GatedMLP, Roles
+from torch_metalmm import _C, QuantLinear
+from torch_metalmm.nn.fused import FORMS, FusedMLP, Roles
 from torch_metalmm.nn.gate import ACTIVATIONS
 
 
@@ -205,30 +203,6 @@ def test_a_dropout_is_called_in_training() -> None:
     mlp, x = fused(Dropping()), activations(4, K)
     assert type(mlp) is FusedMLP
     assert (mlp.train()(x) == 0).any() and not (mlp.eval()(x) == 0).any()
-
-
-def test_the_faster_form_is_timed_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(fuse_times, "_TIMES", {})
-    timed: list[int] = []
-    answers = iter([(1e-5, 2e-5), (2e-5, 1e-5)])
-
-    def times(mlps: list[Any], dtype: torch.dtype) -> tuple[float, float]:
-        timed.append(len(mlps))
-        return next(answers)
-
-    monkeypatch.setattr(fuse_times, "_times", times)
-    model = fuse_(nn.Sequential(Gated(), Gated(), Halves(True)))
-    assert [m.form for m in model] == ["swiglu", "swiglu", "swiglu_linear"] and timed == [2, 1]
-    fuse_(nn.Sequential(Gated()))
-    assert timed == [2, 1]  # the times are known
-    assert "form=swiglu, for one row swiglu 10.0 us, swiglu_linear 20.0 us" in repr(model[1])
-
-
-def test_timing_both_forms_gives_times(backend: Backend) -> None:
-    module = Gated().to(backend.device)
-    mlps = [GatedMLP(module, Roles("one", "two", "three"))] * 3
-    seconds = fuse_times._times(mlps, torch.float32)
-    assert len(seconds) == 2 and all(0 < t < 10 for t in seconds)
 
 
 def test_a_hook_added_later_is_called() -> None:

@@ -7,14 +7,12 @@ from typing import Any
 import pytest
 import torch
 from hf_models import logits
-from ranks import on_each_rank, on_ranks
+from ranks import on_each_rank
 from test_shard_models import RAGGED, built
 from tiny_models import VOCABULARY, tiny_llama
-from torch import Tensor
 
 from torch_metalmm import fuse_, quantize_, shard_
 from torch_metalmm.models.fuse.layers import fused_layer
-from torch_metalmm.nn.fused import FusedMLP
 
 
 @pytest.mark.parametrize("wrong", [VOCABULARY, -1], ids=["behind", "before"])
@@ -26,26 +24,6 @@ def test_ids_of_no_rank(mesh: Any, wrong: int) -> None:
     for m in (model, shard_(model, mesh)):
         with pytest.raises(IndexError, match=said):
             m.get_input_embeddings()(torch.tensor([[3, wrong]]))
-
-
-def fused_untimed(mesh: Any) -> tuple[set[str], Tensor]:
-    """A rank's time is no reason: with parts of 4 and 3 blocks, its sizes are not the others'."""
-    from torch_metalmm.models.fuse import times
-
-    def timed(*args: Any) -> None:
-        raise AssertionError("an MLP of a sharded model is timed")
-
-    model = shard_(built("qwen3", "q8_0", **RAGGED["blocks"]), mesh)
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(times, "_times", timed)
-        fuse_(model)
-    return {m.form for m in model.modules() if isinstance(m, FusedMLP)}, logits(model)
-
-
-def test_the_form_of_an_mlp_is_not_timed() -> None:
-    one, two = on_ranks(2, fused_untimed)
-    assert one[0] == two[0] == {"swiglu"}
-    assert torch.equal(one[1], two[1])
 
 
 @on_each_rank(2)

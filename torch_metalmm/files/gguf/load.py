@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ...extras import HF, require
+from ...extras import HF, require, uncollected
 from ...formats import DTYPES, get
 from ...models.attach import attach
 from ...models.finite import check_finite
@@ -46,6 +46,7 @@ _BEYOND_F16 = ("gemma", "t5")
 _MOST_BUFFERS = 1 << 20  # bytes, of models that are smaller than what they have of these
 
 
+@uncollected()
 def load_gguf(
     path: str | os.PathLike[str],
     device: torch.device | str = "cpu",

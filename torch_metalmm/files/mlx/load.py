@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from ... import formats
-from ...extras import HF, require
+from ...extras import HF, require, uncollected
 from ...models.integers.affine import Rows
 from ...models.replace import weight_shape
 from ...models.shard.apply import shard_, whole_shape
@@ -39,6 +39,7 @@ _OTHER_NUMBERS = {
 }
 
 
+@uncollected()
 def load_mlx(
     folder: str | os.PathLike[str],
     device: torch.device | str = "cpu",

@@ -10,19 +10,16 @@ from __future__ import annotations
 
 import warnings
 
-import torch
 from torch import nn
 
-from ...nn import QuantEmbedding, QuantLinear
+from ...nn import QuantLinear
 from ...nn.activations import exactly
-from ...nn.fused import FORMS, FusedMLP, GatedMLP, MergedLinear, plain
-from ...nn.sharded import is_sharded
+from ...nn.fused import FORMS, FusedMLP, MergedLinear, plain
 from ..attach import check_cache, drop_cache, set_cache
 from ..replace import check_model, summary
 from .gated import gated_mlp
 from .layers import fuse_layers, transformers_models, unfuse_layers
 from .runs import telling_of_kernels
-from .times import faster_forms, sizes_of
 
 
 def fuse_(model: nn.Module, mlp_form: str | None = None, cache: str | None = None) -> nn.Module:
@@ -39,9 +36,8 @@ def fuse_(model: nn.Module, mlp_form: str | None = None, cache: str | None = Non
 
     MLPs that are down(act(gate(x)) * up(x)), act a name that the op swiglu takes, whatever they are
     called, become FusedMLP modules; gate and up may be halves of one layer (Phi3).
-    mlp_form says how one row is computed: "swiglu" or "swiglu_linear" (see FusedMLP); None times
-    both, once for each size of layer and device, and is "swiglu" in decoder layers and in sharded
-    models, whose ranks choose alike.
+    mlp_form says how one row is computed: "swiglu", which None is, too, or "swiglu_linear" (see
+    FusedMLP).
 
     The packed layers of one input and one format in a fused layer (q, k and v) become parts of one
     MergedLinear: their bytes move into one tensor.
@@ -73,7 +69,7 @@ def fuse_(model: nn.Module, mlp_form: str | None = None, cache: str | None = Non
         check_cache(transformers_models(model), cache)
     once = _unshared(model)
     with exactly(model), telling_of_kernels("fuse_"):
-        adapted = _fuse(model, mlp_form, once)
+        adapted = _fuse(model, mlp_form or FORMS[0], once)
     if cache is not None:
         set_cache(transformers_models(model), cache)
     if adapted:
@@ -81,25 +77,17 @@ def fuse_(model: nn.Module, mlp_form: str | None = None, cache: str | None = Non
     return model
 
 
-def _fuse(model: nn.Module, mlp_form: str | None, once: dict[int, str | None]) -> list[str]:
+def _fuse(model: nn.Module, form: str, once: dict[int, str | None]) -> list[str]:
     """The names of modules that are not fused for their adapters."""
     adapted: list[str] = []
-    mlps: dict[str, GatedMLP] = {}
     for name, parent in list(model.named_modules()):
         if isinstance(parent, FusedMLP):
             continue
         if any(isinstance(getattr(c, "base_layer", None), QuantLinear) for c in parent.children()):
             adapted.append(name)
         if name and (mlp := gated_mlp(parent)) is not None:
-            mlps[name] = mlp
-    # Timing runs MLPs, the sums over the ranks included, as often as this process knows no time;
-    # and ranks that choose forms of their own round a replicated MLP in two ways.
-    timed = mlp_form is None and not is_sharded(model)
-    chosen = faster_forms(list(mlps.values()), _activation_dtype(model)) if timed else {}
-    for name, mlp in mlps.items():
-        form, note = chosen.get(sizes_of(mlp), (mlp_form or FORMS[0], ""))
-        model.set_submodule(name, FusedMLP(mlp, form, note))
-    fuse_layers(model, mlp_form or FORMS[0], once)
+            model.set_submodule(name, FusedMLP(mlp, form))
+    fuse_layers(model, form, once)
     return adapted
 
 
@@ -119,14 +107,6 @@ def unfuse_(model: nn.Module) -> nn.Module:
             if isinstance(child, MergedLinear):
                 child.detach(parent)
     return model
-
-
-def _activation_dtype(model: nn.Module) -> torch.dtype:
-    for module in model.modules():
-        if isinstance(module, QuantEmbedding):
-            return module.dtype
-    floats = (p.dtype for p in model.parameters() if p.is_floating_point())
-    return next(floats, torch.float32)
 
 
 def _unshared(model: nn.Module) -> dict[int, str | None]:
