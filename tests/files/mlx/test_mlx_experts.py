@@ -118,8 +118,16 @@ PLACE = "model.layers.1.mlp.switch_mlp"
         ("up_proj.weight", None, "has no tensor for model.layers.1.mlp.experts.up_proj"),
         ("up_proj.scales", None, rf"{PLACE}.up_proj.weight is torch.uint32 .*has no scales"),
         ("down_proj.biases", None, f"{PLACE}.down_proj: biases are missing"),
-        ("gate_proj.weight", lambda t: t[:-1], rf"{PLACE}.gate_proj.weight is .*{EXPERTS} experts"),
-        ("gate_proj.scales", lambda t: t[:, :-1], f"{PLACE}.gate_proj: scales and biases are not"),
+        (
+            "gate_proj.weight",
+            lambda t: t[:-1],
+            rf"{PLACE}.gate_proj: weight is .*{EXPERTS} experts",
+        ),
+        (
+            "gate_proj.scales",
+            lambda t: t[:, :-1],
+            f"{PLACE}.gate_proj: affine4_g64: scales must be",
+        ),
         ("down_proj.weight", lambda t: t[..., :-1], f"{PLACE}.down_proj"),
     ],
 )

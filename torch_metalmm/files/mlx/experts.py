@@ -20,7 +20,7 @@ from ...nn.experts import DOWN, GATE, GATE_UP, UP, QuantExperts
 from ...nn.place import place
 from ..blame import blaming
 from ..source import Source
-from .layout import Packing, Quantization, check_planes, pack, packing_of, unpack
+from .layout import LEAVES, Packing, Quantization, pack, packing_of, planes_of, unpack
 
 _STACK = re.compile(
     r"(?P<block>.*\.layers\.(?P<layer>\d+)\.\w+)\.(switch_mlp|experts)\.(gate|up|down)_proj\."
@@ -104,38 +104,24 @@ def rows_of(
 
     each: what has a matrix of the stack. ValueError as put_experts.
     """
-    e, rows, k = shape
+    e, rows, _ = shape
     if f"{name}.weight" not in source.keys:
         raise ValueError(f"{source.path} has no tensor for {name}, of {e} {each}")
-    key = source.keys[f"{name}.weight"].removesuffix(".weight")
-    codes = source.take(f"{name}.weight")
-    if codes.dim() != 3 or codes.shape[:2] != (e, rows):
+    if f"{name}.scales" in source.keys:
+        format, planes = planes_of(source, quantization, name, shape, f"{e} {each} of {rows} rows")
+        key = source.keys[f"{name}.weight"].removesuffix(".weight")
+        for leaf in LEAVES:
+            source.keys.pop(f"{name}.{leaf}", None)
+        with blaming(source.path, key):
+            return format, pack(format, *planes)
+    key, values = source.keys[f"{name}.weight"], source.take(f"{name}.weight")
+    if values.shape != shape or not values.is_floating_point():
         raise ValueError(
-            f"{source.path}: {key}.weight is {list(codes.shape)}, the model has {e} {each} of "
-            f"{rows} rows"
+            f"{source.path}: {key} is {values.dtype} {list(values.shape)}, no floats "
+            f"{list(shape)}, and has no scales"
         )
-    if f"{name}.scales" not in source.keys:
-        if codes.shape != shape or not codes.is_floating_point():
-            raise ValueError(
-                f"{source.path}: {key}.weight is {codes.dtype} {list(codes.shape)}, no floats "
-                f"{list(shape)}, and has no scales"
-            )
-        format = dense_format(codes)
-        return format, as_bytes(codes.to(formats.DTYPES[format]).flatten(0, 1))
-    planes: list[Tensor | None] = [codes]
-    for leaf in ("scales", "biases"):
-        is_there = f"{name}.{leaf}" in source.keys
-        planes.append(source.take(f"{name}.{leaf}") if is_there else None)
-    assert quantization is not None and planes[1] is not None
-    with blaming(source.path, key):
-        if any(p is not None and (p.dim() != 3 or p.shape[:2] != (e, rows)) for p in planes):
-            raise ValueError(f"scales and biases are not those of {e} {each} of {rows} rows")
-        scales, biases = (None if p is None else p.flatten(0, 1) for p in planes[1:])
-        assert scales is not None
-        format = quantization.of(key, codes.flatten(0, 1), scales, k).format(scales.dtype)
-        check_planes(format, biases)
-        given = [codes.flatten(0, 1), scales, *([] if biases is None else [biases])]
-        return format, pack(format, *given)
+    format = dense_format(values)
+    return format, as_bytes(values.to(formats.DTYPES[format]).flatten(0, 1))
 
 
 def _put_bias(source: Source, name: str, made: QuantExperts, bias: str, device: Any) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,6 +13,8 @@ from torch import Tensor
 from ... import formats
 from ...formats._planes import Planes
 from ...nn.sharded import Shard
+from ..blame import blaming
+from ..source import Source
 
 # Names that mlx-lm has otherwise: model_type -> (its prefix, transformers')
 NESTED = {"qwen3_5_text": "qwen3_5", "qwen3_5_moe_text": "qwen3_5_moe"}  # the text of what sees
@@ -20,6 +22,7 @@ PREFIXES = {"gpt2": ("model.", "transformer.")} | dict.fromkeys(NESTED, ("langua
 
 # mode -> group_size, bits; of all but affine the only ones, and the name of the format
 _DEFAULTS = {"affine": (64, 4), "mxfp4": (32, 4), "mxfp8": (32, 8), "nvfp4": (16, 4)}
+LEAVES = ("weight", "scales", "biases")  # tensors of a quantized layer; the last is affine's
 _FIELDS = ("group_size", "bits", "mode")
 
 
@@ -118,7 +121,34 @@ def _packing(where: str, entry: Mapping[str, Any]) -> Packing:
     return Packing(**values, mode=mode)
 
 
-def check_planes(format: str, biases: Tensor | None) -> None:
+def planes_of(
+    source: Source, quantization: Quantization | None, name: str, shape: Sequence[int], count: str
+) -> tuple[str, list[Tensor]]:
+    """(format, [codes, scales and, where it has them, biases], each [N, ...]) of the quantized
+    layer `name` of this shape, [N, K], or of a stack, [E, rows, K].
+
+    count: its rows in words. ValueError: codes are missing, or a tensor does not fit the others,
+    the config or the shape.
+    """
+    assert quantization is not None
+    key = source.keys[f"{name}.scales"].removesuffix(".scales")
+    given = [leaf for leaf in LEAVES if f"{name}.{leaf}" in source.keys]
+    if given[0] != LEAVES[0]:
+        raise ValueError(f"{source.path}: {key}.weight is missing")
+    planes = [source.read(f"{name}.{leaf}") for leaf in given]
+    first = list(planes[0].shape)
+    if len(shape) > 2:
+        planes = [p.flatten(0, 1) if p.dim() == len(shape) else p for p in planes]
+    codes, scales, *biases = planes
+    with blaming(source.path, key):
+        format = quantization.of(key, codes, scales, shape[-1]).format(scales.dtype)
+        if first[:-1] != [*shape[:-1]]:
+            raise ValueError(f"weight is {first}, the model has {count}")
+        check_planes(format, *biases)
+    return format, planes
+
+
+def check_planes(format: str, biases: Tensor | None = None) -> None:
     """ValueError: a layer of the format has no biases, or must have them."""
     planes = isinstance(formats.get(format), Planes)
     if planes and biases is not None:

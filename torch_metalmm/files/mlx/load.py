@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from ... import formats
 from ...extras import HF, require, uncollected
@@ -28,7 +28,7 @@ from ..source import Source
 from ..untrusted import config_of
 from .experts import put_experts, rename
 from .latent import put_latents
-from .layout import PREFIXES, Quantization, check_planes, pack, part_of_planes
+from .layout import LEAVES, PREFIXES, Quantization, pack, part_of_planes, planes_of
 from .shifted import SHIFTED, is_shifted, text_name, unshifted
 
 # mlx-lm's loader changes these models' numbers, so that they are not transformers'.
@@ -103,8 +103,7 @@ def put(
     experts = put_experts(model, source, quantization, device)
     latents = put_latents(model, source, quantization, device)
     owners = {name for name in owners if f"{name}.scales" in source.keys}
-    leaves = ("weight", "scales", "biases")
-    packed = {o: [n for n in (f"{o}.{e}" for e in leaves) if n in source.keys] for o in owners}
+    packed = {o: [n for n in (f"{o}.{e}" for e in LEAVES) if n in source.keys] for o in owners}
     if mesh is not None:
         _put_empty(model, source, quantization, owners)
         shard_(model, mesh, plan)
@@ -188,8 +187,8 @@ def _put_empty(
     ties = tied_names(model)
     for owner in sorted(owners):
         layer = layer_of(model, source, owner, [f"{owner}.scales"])
-        format = _tensors(source, quantization, owner, layer)[0]
         n, k = weight_shape(layer)
+        format, _ = planes_of(source, quantization, owner, (n, k), f"{n} rows")
         row = formats.get(format).row_bytes(k)
         empty = torch.empty(n, row, dtype=torch.uint8, device="meta")
         put_packed(model, ties[f"{owner}.weight"], empty, format)
@@ -199,31 +198,12 @@ def _packed(
     source: Source, quantization: Quantization | None, owner: str, module: nn.Module
 ) -> Rows:
     """The packed bytes of a quantized layer, of a sharded one this rank's."""
-    format, codes, scales, biases = _tensors(source, quantization, owner, module)
-    planes = [codes, scales] if biases is None else [codes, scales, biases]
+    n, k = whole_shape(module)
+    format, planes = planes_of(source, quantization, owner, (n, k), f"{n} rows")
     if isinstance(module, Sharded):
         planes = part_of_planes(module.shard, planes)
     with blaming(source.path, _key(source, owner)):
         return Rows(format, pack(format, *planes))
-
-
-def _tensors(
-    source: Source, quantization: Quantization | None, owner: str, module: nn.Module
-) -> tuple[str, Tensor, Tensor, Tensor | None]:
-    """The format of a quantized layer, and the whole layer's codes, scales and biases."""
-    assert quantization is not None
-    key = _key(source, owner)
-    if f"{owner}.weight" not in source.keys:
-        raise ValueError(f"{source.path}: {key}.weight is missing")
-    codes, scales = source.read(f"{owner}.weight"), source.read(f"{owner}.scales")
-    biases = source.read(f"{owner}.biases") if f"{owner}.biases" in source.keys else None
-    n, k = whole_shape(module)
-    with blaming(source.path, key):
-        format = quantization.of(key, codes, scales, k).format(scales.dtype)
-        if codes.shape[0] != n:
-            raise ValueError(f"weight is {list(codes.shape)}, the model has {n} rows")
-        check_planes(format, biases)
-    return format, codes, scales, biases
 
 
 def _key(source: Source, owner: str) -> str:
