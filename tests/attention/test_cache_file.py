@@ -137,7 +137,7 @@ def test_onto_a_device(tmp_path: Path, backend: Backend) -> None:
 
 def test_states_that_are_no_rows(tmp_path: Path) -> None:
     config = JambaConfig(num_hidden_layers=2, attn_layer_period=2, attn_layer_offset=1)
-    with pytest.raises(ValueError, match=r"layers\[0\]: a LinearAttentionLayer; only rows"):
+    with pytest.raises(ValueError, match=r"layers\[0\]: a LinearAttentionLayer; only keys"):
         PackedCache(config).save(tmp_path / "c")
     assert list(tmp_path.iterdir()) == []
 
@@ -174,8 +174,11 @@ HOSTILE: dict[str, tuple[Change, str]] = {
     "version that is no whole number": (said(version=1.0), "version: 1.0; allowed: 1"),
     "format": (said(format="q9"), "format: unknown 'q9'"),
     "a format that is a number": (said(format=3), "format: unknown 3"),
-    "another format": (said(format="q4_0"), r"layers\[0\]: keys are rows of 34 .*; q4_0 has 18"),
-    "no format": (said(format=None), r"layers\[0\]: keys are rows of 34 torch.uint8; f32 has 32"),
+    "another format": (said(format="q4_0"), r"layers\[0\]: keys are entries of 34 .*; q4_0 has 18"),
+    "no format": (
+        said(format=None),
+        r"layers\[0\]: keys are entries of 34 torch.uint8; f32 has 32",
+    ),
     "blocks that do not fit": (said(format="q4_k"), r"layers\[0\]: q4_k: K = 32 is not a multiple"),
     "layers": (said(layers=4), "layers: 4; must be a list"),
     "too few layers": (said(layers=[None]), "layers: 1; the config has 2"),
@@ -199,7 +202,7 @@ HOSTILE: dict[str, tuple[Change, str]] = {
             tensor(K0, None),
             tensor("layers.0.values", None),
         ),
-        r"layers\[0\]: null; other layers have rows",
+        r"layers\[0\]: null; other layers have keys and values",
     ),
     "another dtype": (layer(1, dtype="float16"), r"layers\[1\].dtype: torch.float16; layers\[0\]"),
     "no dims": (layer(0, dims=[0, 32]), r"layers\[0\].dims: \[0, 32\]; must be two numbers"),
@@ -207,7 +210,7 @@ HOSTILE: dict[str, tuple[Change, str]] = {
         both(tensor("layers.1.keys", lambda t: t[:, :1]), tensor(V1, lambda t: t[:, :1])),
         r"layers.1.keys: 1 kv_heads; this config has \[2\]",
     ),
-    "other length": (layer(0, length=2), r"layers.0.keys: \[1, 2, 3, 34\]; must be .*, 2, row"),
+    "other length": (layer(0, length=2), r"layers.0.keys: \[1, 2, 3, 34\]; must be .*, 2, entry"),
     "huge base": (layer(0, base=2**63), r"layers\[0\].base: 9223372036854775808; must be"),
     "base of a full layer": (layer(1, base=1), r"layers\[1\]: base: 1; must be 0"),
     "base elsewhere": (layer(0, base=4), r"layers\[1\].length: 1 sequences of 30 .* has 1 of 7"),
@@ -232,7 +235,10 @@ HOSTILE: dict[str, tuple[Change, str]] = {
     ),
     "other dims": (layer(0, dims=[64, 32]), r"dims: \[64, 32\]; heads of this config: \[32\]"),
     "rows are missing": (tensor(V1, None), f"{V1}: is missing"),
-    "rows of floats": (tensor(V1, Tensor.float), r"layers\[1\]: values are rows of 34 torch.float"),
+    "rows of floats": (
+        tensor(V1, Tensor.float),
+        r"layers\[1\]: values are entries of 34 torch.float",
+    ),
     "three dimensions": (tensor(V1, lambda t: t[0]), rf"{V1}: \[2, 30, 34\]; must be \[B, "),
     "other heads": (tensor(V1, lambda t: t[:, :1]), rf"{V1}: \[1, 1, 30, 34\]; keys are \[1, 2"),
     "other batch": (

@@ -52,6 +52,6 @@ def test_what_a_state_does_not_allow(tmp_path: Path) -> None:
     with pytest.raises(RuntimeError, match="does not track past states"):
         cache.crop(-2)
     assert cache.get_seq_length() == 6
-    with pytest.raises(ValueError, match="HybridPackedLayer; only rows can be saved"):
+    with pytest.raises(ValueError, match="HybridPackedLayer; only keys and values can be saved"):
         cache.save(tmp_path / "rows")
     assert not list(tmp_path.iterdir())

@@ -20,7 +20,7 @@ from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 from bench.models.op_counts import Calls
 from torch_metalmm import PackedCache, formats
 from torch_metalmm.hf.caches.layers import FIRST, SLACK, STEP, PackedLayer, PackedSlidingLayer
-from torch_metalmm.hf.caches.rows import PackedRows
+from torch_metalmm.hf.caches.slots import PackedEntries
 
 HEADS, DIM = 2, 64
 FORMATS = (None, "f32", "f16", "q8_0", "q4_0", "q4_0_rotated")
@@ -350,7 +350,7 @@ def test_packed_rows_decode_themselves() -> None:
     k, _ = rows(1, 4, 0)
     packed = pack("q8_0", k)
     want = unpack("q8_0", packed, DIM)
-    r = PackedRows(packed, "q8_0", DIM, torch.float32)
+    r = PackedEntries(packed, "q8_0", DIM, torch.float32)
     assert r.shape == want.shape and r.dtype == want.dtype and r.device == want.device
     assert torch.equal(torch.cat([r, want], 2), torch.cat([want, want], 2))
     assert torch.equal(torch.matmul(want, r.transpose(-1, -2)), want @ want.mT)

@@ -18,7 +18,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from bench.models.families import family, fused_family
 from torch_metalmm import _C, PackedCache, fuse_
 from torch_metalmm.hf.caches.layers import SLACK
-from torch_metalmm.hf.caches.rows import Fixed
+from torch_metalmm.hf.caches.slots import Fixed
 from torch_metalmm.hf.replay import _HELD, explain
 from torch_metalmm.models.cache_argument import with_cache
 

@@ -431,7 +431,9 @@ def test_what_drafts_are_not_for() -> None:
     with pytest.raises(ValueError, match="draft: exact, but the cache is a DynamicCache"):
         answer(model, prompt, own, draft="lookup")
     hybrid = model_of("qwen3_5_text")
-    with pytest.raises(ValueError, match="the cache, a DynamicCache, cannot forget its last rows"):
+    with pytest.raises(
+        ValueError, match="the cache, a DynamicCache, cannot forget its last tokens"
+    ):
         answer(hybrid, prompt, DynamicCache(config=hybrid.config), draft="lookup", exact=False)
     with pytest.raises(ValueError, match="draft: a model of 128 tokens; the model has 96"):
         drafter_of(small("llama", vocab_size=128), model)

@@ -158,7 +158,7 @@ def test_a_model_explains_its_steps() -> None:
             model(input_ids=ids(1, 1), position_ids=torch.tensor([[0]]), **given)
         return explain(model)
 
-    assert "a cache whose layers hold no rows yet" in step(**with_cache(model, cache))
+    assert "a cache whose layers hold no entries yet" in step(**with_cache(model, cache))
     assert "1 x 1 tokens on cpu: recorded 1 times of 2" in step(**with_cache(model, cache))
     step(**with_cache(model, cache))
     lines = step(**with_cache(model, cache)).splitlines()

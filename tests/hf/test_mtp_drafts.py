@@ -20,7 +20,7 @@ from transformers import DynamicCache
 
 from torch_metalmm import PackedCache, fuse_, load_mtp, quantize_
 from torch_metalmm.hf import graphs
-from torch_metalmm.hf.caches import layers, rows
+from torch_metalmm.hf.caches import layers, slots
 from torch_metalmm.hf.drafts import ROWS
 from torch_metalmm.hf.mtp import Mtp
 from torch_metalmm.nn.exact import MOST
@@ -119,14 +119,14 @@ def test_a_proposal_is_one_chain(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 def test_an_interrupted_chain(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Its slots have moved on, by a number that nobody knows: they are written anew."""
     model, head = pair("glm4_moe", tmp_path)
-    draft, advance = Seen(model, head), rows.Fixed.advance
+    draft, advance = Seen(model, head), slots.Fixed.advance
 
-    def late(self: rows.Fixed) -> None:
+    def late(self: slots.Fixed) -> None:
         advance(self)
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patched, pytest.raises(KeyboardInterrupt):
-        patched.setattr(rows.Fixed, "advance", late)
+        patched.setattr(slots.Fixed, "advance", late)
         answer(model, ids(1, 9), draft=draft, pace=Fixed(7), **GREEDY)
     draft.proposals.clear()
     prompt = ids(1, 9, seed=1)
@@ -141,12 +141,12 @@ def test_a_chain_has_room(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> No
     monkeypatch.setattr(PackedCache, "expect", lambda *_: None)
     model, head = pair("glm4_moe", tmp_path)
     draft, prompt, how = Seen(model, head), ids(1, 9), GREEDY | {"max_new_tokens": 70}
-    slots = list[int]()
+    held = list[int]()
     for most in (3, 7):
         got = answer(model, prompt, draft=draft, pace=Fixed(most), **how)
         assert torch.equal(got, answer(model, prompt, **how))
-        slots.append(draft._cache.layers[0].keys.shape[2])
-    assert slots == [128, 128] and any(kind.chains for kind in steps_of(head).kinds())
+        held.append(draft._cache.layers[0].keys.shape[2])
+    assert held == [128, 128] and any(kind.chains for kind in steps_of(head).kinds())
     draft.check()
 
 

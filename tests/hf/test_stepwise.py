@@ -10,7 +10,7 @@ from seeing_models import SEEING, prompt_of, seeing
 
 from torch_metalmm import PackedCache, fuse_, quantize_
 from torch_metalmm.hf.stepwise import stepwise
-from torch_metalmm.tools.sequence import keeps_rows
+from torch_metalmm.tools.sequence import keeps_entries
 
 COUNT = 12
 
@@ -27,7 +27,7 @@ def test_tokens_are_those_of_generate_whatever_runs_between_steps(kind: str) -> 
     prompts = [prompt_of(kind, seed) for seed in range(2)]
     want = [generated(model, given) for given in prompts]
     fuse_(model, cache="f32")  # which an image that the model has seen must not keep from fusing
-    assert keeps_rows(model, states=True)
+    assert keeps_entries(model, states=True)
     with torch.inference_mode():
         steps = [stepwise(model, PackedCache(model.config, "f32"), **given) for given in prompts]
         got: list[list[int]] = [[], []]

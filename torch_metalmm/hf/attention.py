@@ -18,7 +18,7 @@ from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, sdpa_mask
 
 from .caches import ATTENTION
 from .caches.layers import DTYPE_NAMES, Offset, Room
-from .caches.rows import PackedRows
+from .caches.slots import PackedEntries
 
 # Arguments of attention_forward that say more than the op's scale and soft cap.
 _TRAITS = ("s_aux", "position_bias", "cache")
@@ -45,10 +45,10 @@ def op_options(
 
 
 def _is_known(query: Tensor, key: Any, value: Any) -> bool:
-    """Whether the op takes rows like these."""
+    """Whether the op takes tensors like these."""
     return (
         query.dtype in DTYPE_NAMES
-        and all(isinstance(t, PackedRows) or t.dtype in DTYPE_NAMES for t in (key, value))
+        and all(isinstance(t, PackedEntries) or t.dtype in DTYPE_NAMES for t in (key, value))
         and key.shape == value.shape
         and (query.shape[0], query.shape[3]) == (key.shape[0], key.shape[3])
         and query.shape[1] % key.shape[1] == 0
@@ -61,8 +61,8 @@ def _records_grad(*tensors: Any) -> bool:
     )
 
 
-def _rows(t: Any) -> tuple[Tensor, str]:
-    return (t.rows, t.format) if isinstance(t, PackedRows) else (t, DTYPE_NAMES[t.dtype])
+def _entries(t: Any) -> tuple[Tensor, str]:
+    return (t.entries, t.format) if isinstance(t, PackedEntries) else (t, DTYPE_NAMES[t.dtype])
 
 
 def attention_forward(
@@ -98,10 +98,10 @@ def attention_forward(
     if not known or (not has_traits and _records_grad(query, key, value)):
         if has_traits:
             raise ValueError(
-                f"metalmm attention: dropout {dropout}, a position_bias, a paged cache, or rows of "
-                "other dtypes or shapes beside a soft cap or sinks; none of these is computed there"
+                f"metalmm attention: dropout {dropout}, a position_bias, a paged cache, or entries "
+                "of other dtypes or shapes beside a soft cap or sinks; none of it is computed there"
             )
-        key, value = (t.decoded() if isinstance(t, PackedRows) else t for t in (key, value))
+        key, value = (t.decoded() if isinstance(t, PackedEntries) else t for t in (key, value))
         return sdpa_attention_forward(
             module, query, key, value, attention_mask, dropout, scaling, is_causal, **kwargs
         )
@@ -109,13 +109,13 @@ def attention_forward(
     if is_causal is None:
         is_causal = getattr(module, "is_causal", True)
     is_causal = bool(is_causal) and queries > 1 and attention_mask is None
-    length = key.length if isinstance(key, PackedRows) else None
-    if is_causal and slots > queries and not isinstance(key, PackedRows):
+    length = key.length if isinstance(key, PackedEntries) else None
+    if is_causal and slots > queries and not isinstance(key, PackedEntries):
         # Without a mask, several queries are the first of the cache: what is behind is empty.
         key, value = (t[:, :, :queries] for t in (key, value))
     if attention_mask is not None and attention_mask.shape[2] != queries:
         attention_mask = attention_mask.expand(-1, -1, queries, -1)
-    (keys, format_k), (values, format_v) = _rows(key), _rows(value)
+    (keys, format_k), (values, format_v) = _entries(key), _entries(value)
     y = torch.ops.metalmm.attention(
         query,
         keys,
@@ -145,10 +145,10 @@ def mask_of(*args: Any, **kwargs: Any) -> Tensor | None:
 
 
 def _sees_all(given: dict[str, Any]) -> bool:
-    """Whether one query of sequences without padding sees every row of a window that is full.
+    """Whether one query of sequences without padding sees every entry of a window that is full.
 
-    Where transformers allows a mask to be left out, what a query sees ends with its own row and has
-    no gaps, so the first row says it: the mask of a chunk hides that one, the mask of a window not.
+    Where transformers allows a mask to be left out, what a query sees ends with its own entry and
+    has no gaps, so the first says it: the mask of a chunk hides that one, the mask of a window not.
     """
     q, kv = given.get("q_offset"), given.get("kv_offset")
     if given["q_length"] != 1 or given.get("attention_mask") is not None:

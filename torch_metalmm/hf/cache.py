@@ -1,14 +1,14 @@
-"""PackedCache: keys and values of a model of transformers in rows of a weight format.
+"""PackedCache: keys and values of a model of transformers in a weight format.
 
 A layer has two tensors, keys and values: [B, kv_heads, capacity, D] of the dtype of a dense format,
-or uint8 [B, kv_heads, capacity, row_bytes] of packed rows. New rows are written in place. A full
-tensor is replaced by one of twice the slots, at most STEP more. A sliding window keeps its rows in
-the order of their positions, as masks have them; PackedSlidingLayer says what that costs.
+or uint8 [B, kv_heads, capacity, row_bytes] of packed entries. New ones are written in place. A full
+tensor is replaced by one of twice the slots, at most STEP more. A sliding window keeps its entries
+in the order of their positions, as masks have them; PackedSlidingLayer says what that costs.
 
-update() returns a view of rows of a dense format, which any attention function reads, and a tensor
-of packed rows decoded, unless the model's attention function is "metalmm": that one reads packed
-rows, so it gets PackedRows, which decode themselves where any other code of the model uses them. A
-layer that fuse_ has changed calls room() instead, and writes and reads the rows by two ops.
+update() returns a view of entries of a dense format, which any attention function reads; packed
+ones it decodes, unless the model's attention function is "metalmm": that one gets PackedEntries,
+which decode themselves where any other code of the model uses them. A layer that fuse_ has changed
+calls room() instead, and writes and reads the entries by two ops.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from .caches import ATTENTION, name_of, pair_of  # noqa: E402
 from .caches.file import File, write  # noqa: E402
 from .caches.hybrid import HybridPackedLayer  # noqa: E402
 from .caches.layers import Offset, PackedLayer, PackedSlidingLayer, Room  # noqa: E402
-from .caches.rows import Slots, Stored  # noqa: E402
+from .caches.slots import Slots, Stored  # noqa: E402
 from .caches.static import StaticPackedLayer  # noqa: E402
 from .caches.transaction import Transaction  # noqa: E402
 
@@ -54,7 +54,7 @@ class PackedCache(Cache):
     compiled model makes one graph. Layers without keys are those of
     transformers' own caches; of layers with keys and states the keys alone are packed.
 
-    A step of a model that fails leaves no rows: see caches/transaction.py.
+    A step of a model that fails leaves no entries: see caches/transaction.py.
     """
 
     def __init__(
@@ -110,7 +110,7 @@ class PackedCache(Cache):
             raise
 
     def expect(self, rows: int) -> None:
-        """Note how many rows will be held, as far as one knows: room for them is made when some is.
+        """Note how many slots will be filled, as far as one knows: some room is made for all.
 
         Each time that a cache grows, its steps are recorded anew.
         """
@@ -124,11 +124,11 @@ class PackedCache(Cache):
             self.transaction.settle()
 
     def undo(self) -> None:
-        """Forget the rows of a step that has not reached all layers."""
+        """Forget the entries of a step that has not reached all layers."""
         self.transaction.undo()
 
     def save(self, path: str | os.PathLike[str]) -> None:
-        """Write the rows as a safetensors file, which replaces another at once.
+        """Write the entries as a safetensors file, which replaces another at once.
 
         ValueError: a layer has other states than keys and values.
         """
@@ -180,7 +180,7 @@ class PackedCache(Cache):
         return layer.room(shape[1], is_masked)
 
     def stored(self, number: int, room: Room, count: int) -> Stored:
-        """`count` rows that are written in this room, for layers that share them."""
+        """`count` entries that are written in this room, for layers that share them."""
         layer: Any = self.layers[number]
         layer.returns_packed = self.config._attn_implementation == ATTENTION
         return Stored(room, partial(layer.seen, count))

@@ -23,9 +23,9 @@ from ..nn.again import noted
 from ..nn.exact import MOST, exact_rows
 from .answer import Answer, Chooser, Copied, Token
 from .cache import PackedCache
-from .caches.hybrid import States, crop_rows
+from .caches.hybrid import States, crop_entries
 from .caches.layers import PackedLayer
-from .caches.rows import Numbers
+from .caches.slots import Numbers
 from .drafts import EXPECTED, Drafter, Lookup, Pace, Sees, SmallModel
 from .graphs import firsts
 from .mtp import Mtp
@@ -177,7 +177,7 @@ def _is_plain(model: Any, ids: Tensor, config: Any, given: dict[str, Any]) -> bo
 
 
 def _unread(ids: Tensor, cache: Any, config: Any, mask: Tensor | None) -> Tensor | None:
-    """The tokens that the cache has no rows of; None: it cannot be told which."""
+    """The tokens that the cache has no entries of; None: it cannot be told which."""
     held = int(cache.get_seq_length())
     if held == 0:
         return ids
@@ -187,7 +187,7 @@ def _unread(ids: Tensor, cache: Any, config: Any, mask: Tensor | None) -> Tensor
 
 
 def _can_crop(cache: Any) -> bool:
-    """Whether the last row of every layer may be forgotten."""
+    """Whether the last entry of every layer may be forgotten."""
     return not any(
         hasattr(layer, "recurrent_states")
         or (getattr(layer, "is_sliding", False) and not isinstance(layer, PackedLayer))
@@ -210,7 +210,7 @@ class _Steps:
         self._before = States()  # the last step that may be forgotten
         self._positions: Tensor | None = given.get("position_ids")
         self._numbers = Numbers()
-        self._end: int | None = None  # behind them, where they are those of the cache's rows
+        self._end: int | None = None  # behind them, where they are those of the cache's entries
         if self._positions is not None:
             self._positions = self._positions[:, -ids.shape[1] :].expand(len(ids), -1)
             held = int(cache.get_seq_length())
@@ -258,7 +258,7 @@ class _Steps:
             self._cache.crop(-count)
             return
         whole = self._before.go_back(self._tokens.shape[1] - count)
-        crop_rows(self._cache.layers, count if whole else self._tokens.shape[1])
+        crop_entries(self._cache.layers, count if whole else self._tokens.shape[1])
         if not whole:
             self._forward(self._tokens[:, :-count], self._all_logits)
 
@@ -377,7 +377,7 @@ def why_undrafted(model: Any, cache: Any) -> str:
         return f"a step of {type(model).__name__} has inputs of its own"
     if not isinstance(cache, PackedCache) and not _can_crop(cache):
         kind = type(cache).__name__
-        return f"the cache, a {kind}, cannot forget its last rows; a PackedCache can"
+        return f"the cache, a {kind}, cannot forget its last tokens; a PackedCache can"
     return ""
 
 

@@ -18,12 +18,12 @@ from ..models.cache_argument import with_cache
 from ..nn.exact import MOST
 from ..nn.hidden import LastHidden
 from .cache import PackedCache
-from .caches.hybrid import States, crop_rows, states_of
+from .caches.hybrid import States, crop_entries, states_of
 
 # Rows of a step: the last token and 0, 1, 3 or 7 that are drafted. Each number of rows is a step
 # that is recorded on its own, and no more have the bits of single ones.
 ROWS = (1, 2, 4, MOST)
-# Rows of a cache for which room is made before they come: 134 MB of a model of 8 B parameters in
+# Slots of a cache for which room is made before they come: 134 MB of a model of 8 B parameters in
 # f16. Each growth has its steps recorded anew.
 EXPECTED = 1024
 
@@ -142,7 +142,7 @@ class SmallModel:
         self._cache: Any = PackedCache(model.config)
         self._states, self._behind = States(), 0  # of recurrent layers, behind so many tokens
         self._tokens: list[int] = []
-        self._held: list[int] = []  # those that the cache has rows of
+        self._held: list[int] = []  # those that the cache has entries of
         self._known = 0  # of the held ones that are the text's
 
     def begin(self, tokens: list[int]) -> None:
@@ -198,7 +198,7 @@ class SmallModel:
             self._reset()
             return 0
         self._states.restore()
-        crop_rows(self._cache.layers, len(self._held) - self._behind)
+        crop_entries(self._cache.layers, len(self._held) - self._behind)
         return self._behind
 
     def _reset(self) -> None:
@@ -213,7 +213,7 @@ class SmallModel:
         given = {"use_cache": True, **with_cache(self.model, self._cache)}
         try:
             return int(self.model(input_ids=ids, **given).logits[0, -1].argmax())
-        except BaseException:  # within a layer, whose rows may be half there
+        except BaseException:  # within a layer, whose entries may be half there
             self._reset()
             raise
 

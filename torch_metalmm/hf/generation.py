@@ -11,7 +11,7 @@ from transformers.modeling_utils import PreTrainedModel
 from ..models.attach import plug_in_caches
 from ..models.cache_argument import cache_in, cache_of_generate
 from . import attention as attention  # which registers ATTENTION
-from .caches import ATTENTION, name_of, pair_of, rows_of
+from .caches import ATTENTION, format_of, name_of, pair_of
 
 _METHOD = "_prepare_cache_for_generation"
 
@@ -66,7 +66,7 @@ def check_cache(models: Iterable[Any], format: str) -> None:
     if not isinstance(format, str):
         raise ValueError(f"cache: {format!r}; must be the name of a format, or of two")
     try:
-        kinds = [rows_of(name)[0] for name in pair_of(format)]
+        kinds = [format_of(name)[0] for name in pair_of(format)]
     except ValueError as error:
         raise ValueError(f"cache: {str(error).removeprefix('format: ')}") from None
     generating = _generating(models)

@@ -13,7 +13,7 @@ from ..nn.exact import MOST, exact_rows
 from ..nn.hidden import LastHidden, last_hidden
 from .answer import on_device
 from .cache import PackedCache
-from .caches.rows import Numbers
+from .caches.slots import Numbers
 from .drafts import EXPECTED, ROWS, agreeing
 from .replay import Replayed, replayed
 
@@ -31,7 +31,7 @@ class Mtp:
         self._cache = PackedCache(head.block.config) if cache is None else cache
         self.hidden = last_hidden(model) or LastHidden(model)
         self._tokens, self._numbers = list[int](), Numbers()
-        # The head's cache has a row of each position from the first one on that is read, and the
+        # The head's cache has an entry of each position from the first one on that is read, and the
         # token behind it; the model's rows of those behind, as far as known, are here, and of a few
         # before them.
         self._first = self._read = self._known = self._before = 0
@@ -143,7 +143,7 @@ class Mtp:
                         given.go_on()
                         self.head(**self._next())
                         found = torch.cat([found, given.likeliest()], 1)
-        except BaseException:  # within the layer, whose rows may be half there
+        except BaseException:  # within the layer, whose entries may be half there
             self._cache.reset()
             self._first = self._read = self._known = len(self._tokens) - 1
             self._forget()

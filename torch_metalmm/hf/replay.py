@@ -215,7 +215,7 @@ class Replayed(StandIn):
         that each step writes for the next; what `seen` gives, [1, 1], behind each. None, before any
         step: they are not all recorded, or without room.
 
-        What fails within leaves the cache with rows of some of the steps. `seen` is kept with the
+        What fails within leaves entries of some steps in the cache. `seen` is kept with the
         cache's recordings: what refers to the cache would keep both for ever.
         """
         try:
@@ -266,10 +266,10 @@ class Replayed(StandIn):
         if step is None or not step.cache.reads(cache):
             if why := _KINDS[type(cache)].refusal(cache, ids.shape[1]):
                 raise Refused(why)
-            if step is not None and not step.cache.reads(cache):  # the rows are in other memory
+            if step is not None and not step.cache.reads(cache):  # the entries are in other memory
                 steps.clear()
                 step = None
-        if mask is not None and not _is_full(mask, cache, ids):  # of rows: the cache has some
+        if mask is not None and not _is_full(mask, cache, ids):  # of tokens: the cache has some
             raise Refused("attention_mask hides tokens")
         if step is None or not step.holds():
             step = self._begun(cache, ids, positions, step)
@@ -383,7 +383,7 @@ def _of_call(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any, T
 
 
 def _is_full(mask: Tensor, cache: Any, ids: Tensor) -> bool:
-    """Whether the mask [B, tokens] hides none of the rows that are held, nor of the new ones."""
+    """Whether the mask [B, tokens] hides none of the entries that are held, nor of the new ones."""
     if mask.dim() != 2 or mask.shape[1] != cache.get_seq_length() + ids.shape[1]:
         return False
     return bool(mask.all())  # as transformers asks at every step

@@ -101,7 +101,7 @@ class Sequence:
         return PackedCache(config, self._format)
 
 
-def keeps_rows(model: Any, states: bool = False) -> bool:
+def keeps_entries(model: Any, states: bool = False) -> bool:
     """Whether every layer's cache has keys and values of each token, or of the last ones.
 
     Or it has none, because the layer reads those of another. states: recurrent ones may be there,
@@ -121,7 +121,7 @@ def keeps_rows(model: Any, states: bool = False) -> bool:
     takes = inspect.signature(model.forward).parameters
     if not keeps_cache(model) or not {"attention_mask", "position_ids"} <= set(takes):
         return False
-    rows = DynamicLayer, DynamicSlidingWindowLayer, LinearAttentionAndFullAttentionLayer
+    with_entries = DynamicLayer, DynamicSlidingWindowLayer, LinearAttentionAndFullAttentionLayer
     layers = DynamicCache(config=model.config).layers
     recurrent = [layer for layer in layers if isinstance(layer, LinearAttentionLayer)]
     if recurrent:
@@ -129,9 +129,9 @@ def keeps_rows(model: Any, states: bool = False) -> bool:
         mixers = sum(each.recipe.mixer is not None for each in fused)  # mixers that our ops compute
         if not states or len(recurrent) != mixers:
             return False
-    kinds = (*rows, DummyLayer, LinearAttentionLayer)
+    kinds = (*with_entries, DummyLayer, LinearAttentionLayer)
     return (
-        any(type(x) in rows for x in layers)
+        any(type(x) in with_entries for x in layers)
         and all(type(x) in kinds for x in layers)
         and long_from(model) is None
     )

@@ -22,7 +22,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from .. import _C
-from ..hf.caches import pair_of, rows_of
+from ..hf.caches import format_of, pair_of
 from .cost_model import LAUNCH_US, REACHED, Chip, predict
 
 FORMS = ("unfused", "fused", "replayed", "gpu")
@@ -42,12 +42,12 @@ BESIDE_US = {"unfused": 147.0, "fused": 161.0, "replayed": 60.0, "gpu": 0.0}
 HEAD_NORM_US = 15.0  # a norm of q or k, unfused: a Qwen3 of the same sizes, 31 more a layer
 WAIT_US = 100.0  # a synchronize of the MPS stream
 CONTEXT = 128  # tokens before
-COPIED = 3  # DynamicCache: cat reads all rows and writes them, attention reads what was written
+COPIED = 3  # DynamicCache: cat reads all entries and writes them, attention reads what was written
 
 # Kernels of torch in a layer, as `bench tokens` counts them in f16: attention and two updates of
 # the cache; unfused also 8 for each norm, 10 for the rotation, 2 for the gated MLP and 2 additions.
 _SHARED, _NORM, _REST = 3, 8, 14
-# Our passes in their place, with a PackedCache: attention takes two, and its rows are appended by
+# Our passes in their place, with a PackedCache: attention takes two, and entries are appended by
 # the rotation of a fused layer, else by one more.
 _ATTENTION, _APPEND = 2, 1
 _BESIDE = {"unfused": 22, "fused": 12}  # the last norm is in them, or a pass of ours
@@ -91,8 +91,8 @@ class Model:
 
     def cache_bytes(self, context: int, cache: str) -> int:
         """Keys and values of the context in the formats that the name stands for."""
-        row = sum(rows_of(name)[0].row_bytes(self.head_size) for name in pair_of(cache))
-        return self.layers * self.kv_heads * row * context
+        entry = sum(format_of(name)[0].row_bytes(self.head_size) for name in pair_of(cache))
+        return self.layers * self.kv_heads * entry * context
 
 
 MODELS = {

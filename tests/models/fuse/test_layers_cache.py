@@ -16,7 +16,7 @@ from transformers import AttentionInterface, DynamicCache
 from bench.models.op_counts import Calls
 from torch_metalmm import PackedCache
 from torch_metalmm.hf.attention import op_options
-from torch_metalmm.hf.caches.rows import FEW_QUERIES
+from torch_metalmm.hf.caches.slots import FEW_QUERIES
 
 pytestmark = pytest.mark.covering
 

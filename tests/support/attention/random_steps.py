@@ -23,7 +23,7 @@ from torch import Tensor
 from transformers import DynamicCache
 
 from torch_metalmm import PackedCache, fuse_
-from torch_metalmm.hf.caches.rows import FEW_QUERIES
+from torch_metalmm.hf.caches.slots import FEW_QUERIES
 from torch_metalmm.nn import heads as fused_code
 
 KINDS = ("llama", "gemma3_text", "qwen3")

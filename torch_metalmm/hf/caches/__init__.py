@@ -13,7 +13,7 @@ ATTENTION = "metalmm"
 _ROTATED = "_rotated"
 
 
-def rows_of(name: str) -> tuple[formats.Format, bool]:
+def format_of(name: str) -> tuple[formats.Format, bool]:
     """The format of a cache's rows, and whether they are of rotated values ("q4_0_rotated").
 
     ValueError: such a format there is not, it is only read, or is rotated without blocks of 32.
@@ -42,7 +42,7 @@ def pair_of(format: str) -> tuple[str, str]:
         raise ValueError(f"format: {format!r}; must be a format, or two as in 'f16/q8_0'")
     found = []
     for name in names:
-        kind, is_rotated = rows_of(name)
+        kind, is_rotated = format_of(name)
         found.append(kind.name + _ROTATED * is_rotated)
     if len(found) == 1 and found[0] not in formats.DTYPES:
         found.insert(0, "f16")

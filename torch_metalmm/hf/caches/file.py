@@ -1,12 +1,12 @@
-"""A PackedCache as a safetensors file: the rows that are held, and in the metadata what they are.
+"""A PackedCache as a safetensors file: its entries, and in the metadata what they are.
 
-Tensors "layers.0.keys", "layers.0.values" [B, kv_heads, length, row]. In the metadata
+Tensors "layers.0.keys", "layers.0.values" [B, kv_heads, length, entry]. In the metadata
 "metalmm_cache", JSON: version; format, "K/V" or one of both, or null; layers, null where there are
-no rows, else
-    length  how many rows are held; of a sliding window the last ones
+no entries, else
+    length  how many entries are held; of a sliding window the last ones
     base    the position of the first
     dtype   the model's
-    dims    values of a row of keys and of values
+    dims    values of an entry of keys and of values
 """
 
 from __future__ import annotations
@@ -30,33 +30,34 @@ from .layers import DTYPE_NAMES, PackedLayer
 KEY, VERSION = "metalmm_cache", 1
 _FIELDS = ("length", "base", "dtype", "dims")
 _DTYPES = {str(dtype).removeprefix("torch."): dtype for dtype in DTYPE_NAMES}
-_MOST = 1 << 40  # positions, and values in a row
-_ROWS = ("keys", "values")
+_MOST = 1 << 40  # positions, and values in an entry
+_BOTH = ("keys", "values")
 
 
 def write(layers: Iterable[Any], format: str | None, path: str | os.PathLike[str]) -> None:
     """The file replaces another at once.
 
-    ValueError: a layer has other states than rows. OSError: the file cannot be written.
+    ValueError: a layer has other states than entries. OSError: the file cannot be written.
     """
     tensors: dict[str, Tensor] = {}
-    entries: list[dict[str, Any] | None] = []
+    fields: list[dict[str, Any] | None] = []
     for i, layer in enumerate(layers):
         if isinstance(layer, DummyLayer):
-            entries.append(None)
+            fields.append(None)
             continue
         if not isinstance(layer, PackedLayer) or layer.has_states:
-            raise ValueError(f"layers[{i}]: a {type(layer).__name__}; only rows can be saved")
+            kind = type(layer).__name__
+            raise ValueError(f"layers[{i}]: a {kind}; only keys and values can be saved")
         held = layer.held()
-        entries.append(None)
+        fields.append(None)
         if held is not None:
-            base, *rows = held
+            base, *entries = held
             dtype = str(layer.dtype).removeprefix("torch.")
-            values = rows[0].shape[2], base, dtype, list(layer.dims)
-            entries[i] = dict(zip(_FIELDS, values, strict=True))
-            for name, t in zip(_ROWS, rows, strict=True):
+            values = entries[0].shape[2], base, dtype, list(layer.dims)
+            fields[i] = dict(zip(_FIELDS, values, strict=True))
+            for name, t in zip(_BOTH, entries, strict=True):
                 tensors[f"layers.{i}.{name}"] = t.contiguous().cpu()
-    said = json.dumps({"version": VERSION, "format": format, "layers": entries})
+    said = json.dumps({"version": VERSION, "format": format, "layers": fields})
     with replaced(Path(path)) as new:
         new.open("xb").close()
         mode = new.stat().st_mode & 0o777
@@ -102,27 +103,28 @@ class File:
         raise ValueError(f"{self.path}: {field}: {problem}")
 
     def fill(self, layers: list[Any], config: Any, device: torch.device | str) -> None:
-        """Give the layers of an empty cache of this format their rows."""
+        """Give the layers of an empty cache of this format their entries."""
         if len(self.layers) != len(layers):
             self.refuse("layers", f"{len(self.layers)}; the config has {len(layers)}")
         found: dict[str, tuple[int, int, torch.dtype]] = {}
-        for i, (entry, layer) in enumerate(zip(self.layers, layers, strict=True)):
+        for i, (fields, layer) in enumerate(zip(self.layers, layers, strict=True)):
             where = f"layers[{i}]"
-            if entry is None:
+            if fields is None:
                 if isinstance(layer, PackedLayer) and any(self.layers):
-                    self.refuse(where, "null; other layers have rows")
+                    self.refuse(where, "null; other layers have keys and values")
                 continue
             if not isinstance(layer, PackedLayer) or layer.has_states:
-                self.refuse(where, f"rows; a {type(layer).__name__} of this config has none")
-            length, base, dtype, dims = self._fields(where, entry)
-            rows = [self._rows(i, name, length) for name in _ROWS]
-            if rows[0].shape[:3] != rows[1].shape[:3]:
-                keys, values = (list(t.shape) for t in rows)
+                kind = type(layer).__name__
+                self.refuse(where, f"keys and values; a {kind} of this config has none")
+            length, base, dtype, dims = self._fields(where, fields)
+            entries = [self._entries(i, name, length) for name in _BOTH]
+            if entries[0].shape[:3] != entries[1].shape[:3]:
+                keys, values = (list(t.shape) for t in entries)
                 self.refuse(f"layers.{i}.values", f"{values}; keys are {keys}")
-            self._check_heads(i, config, rows[0].shape[1], dims)
-            found[where] = rows[0].shape[0], base + length, dtype
+            self._check_heads(i, config, entries[0].shape[1], dims)
+            found[where] = entries[0].shape[0], base + length, dtype
             try:
-                layer.hold(base, dtype, dims, rows[0], rows[1], torch.device(device))
+                layer.hold(base, dtype, dims, entries[0], entries[1], torch.device(device))
             except ValueError as error:
                 self.refuse(where, str(error))
         if self.tensors:
@@ -140,7 +142,7 @@ class File:
     def _check_heads(self, i: int, config: Any, heads: int, dims: tuple[int, int]) -> None:
         """ValueError: heads or dims are not those that the config says, where it says them."""
         if getattr(config, "kv_lora_rank", None):
-            return  # a model with a latent puts rows of sizes of its own in a cache
+            return  # a model with a latent puts entries of sizes of its own in a cache
         said = config.per_layer_config[i]
         sizes = _said(said, "head_dim", "global_head_dim", "qk_head_dim", "v_head_dim")
         for size in dims:
@@ -150,30 +152,32 @@ class File:
         if counts and heads not in counts:
             self.refuse(f"layers.{i}.keys", f"{heads} kv_heads; this config has {counts}")
 
-    def _fields(self, where: str, entry: Any) -> tuple[int, int, torch.dtype, tuple[int, int]]:
-        if not isinstance(entry, dict) or entry.keys() != set(_FIELDS):
+    def _fields(self, where: str, fields: Any) -> tuple[int, int, torch.dtype, tuple[int, int]]:
+        if not isinstance(fields, dict) or fields.keys() != set(_FIELDS):
             self.refuse(where, f"must be null or an object of {', '.join(_FIELDS)}")
         for name, least in (("length", 1), ("base", 0)):
-            if not _is_count(entry[name], least):
-                self.refuse(f"{where}.{name}", f"{entry[name]!r}; must be a number from {least} on")
-        dtype = _DTYPES.get(entry["dtype"]) if isinstance(entry["dtype"], str) else None
+            if not _is_count(fields[name], least):
+                self.refuse(
+                    f"{where}.{name}", f"{fields[name]!r}; must be a number from {least} on"
+                )
+        dtype = _DTYPES.get(fields["dtype"]) if isinstance(fields["dtype"], str) else None
         if dtype is None:
-            self.refuse(f"{where}.dtype", f"{entry['dtype']!r}; allowed: {', '.join(_DTYPES)}")
-        dims = entry["dims"]
+            self.refuse(f"{where}.dtype", f"{fields['dtype']!r}; allowed: {', '.join(_DTYPES)}")
+        dims = fields["dims"]
         if not isinstance(dims, list) or len(dims) != 2 or not all(_is_count(d, 1) for d in dims):
             self.refuse(f"{where}.dims", f"{dims!r}; must be two numbers from 1 on")
-        return entry["length"], entry["base"], dtype, (dims[0], dims[1])
+        return fields["length"], fields["base"], dtype, (dims[0], dims[1])
 
-    def _rows(self, i: int, name: str, length: int) -> Tensor:
+    def _entries(self, i: int, name: str, length: int) -> Tensor:
         key = f"layers.{i}.{name}"
-        rows = self.tensors.pop(key, None)
-        if rows is None:
+        entries = self.tensors.pop(key, None)
+        if entries is None:
             self.refuse(key, "is missing")
-        if rows.dim() != 4 or rows.shape[2] != length:
-            self.refuse(key, f"{list(rows.shape)}; must be [B, kv_heads, {length}, row]")
-        if rows.numel() == 0:
-            self.refuse(key, f"{list(rows.shape)}; no size may be 0")
-        return rows
+        if entries.dim() != 4 or entries.shape[2] != length:
+            self.refuse(key, f"{list(entries.shape)}; must be [B, kv_heads, {length}, entry]")
+        if entries.numel() == 0:
+            self.refuse(key, f"{list(entries.shape)}; no size may be 0")
+        return entries
 
 
 def _is_count(value: Any, least: int) -> bool:

@@ -1,4 +1,4 @@
-"""Layers of a cache with the states of a convolution or a recurrence, beside rows or alone."""
+"""Layers of a cache with the states of a convolution or a recurrence, beside entries or alone."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from transformers.cache_utils import LinearAttentionLayer
 
 from ...nn.again import ALL, Again
 from .layers import PackedLayer
-from .rows import lasting
+from .slots import lasting
 
 
 def _of_both(name: str) -> Any:
-    """A method that is done to the states, which may refuse, and then to the rows."""
+    """A method that is done to the states, which may refuse, and then to the entries."""
 
     def both(layer: Any, *args: Any, **named: Any) -> None:
         for kind in (LinearAttentionLayer, PackedLayer):
@@ -29,7 +29,7 @@ def _of_both(name: str) -> Any:
 class HybridPackedLayer(LinearAttentionLayer, PackedLayer):  # type: ignore[misc, no-untyped-call, override]
     """Keys and values as PackedLayer has them, states as transformers' own layers.
 
-    As there a crop is refused, since a state cannot go back; so is a file of the rows.
+    As there a crop is refused, since a state cannot go back; so is a file of the entries.
     """
 
     is_compileable = False
@@ -39,10 +39,10 @@ class HybridPackedLayer(LinearAttentionLayer, PackedLayer):  # type: ignore[misc
         PackedLayer.__init__(self, format)
         LinearAttentionLayer.__init__(self, number_of_states=number_of_states)
 
-    def lazy_initialization(self, *rows: Tensor, **states: Any) -> None:  # type: ignore[override]
+    def lazy_initialization(self, *entries: Tensor, **states: Any) -> None:  # type: ignore[override]
         """Make the memory of keys and values, or of states by their names."""
-        if rows:
-            PackedLayer.lazy_initialization(self, *rows)
+        if entries:
+            PackedLayer.lazy_initialization(self, *entries)
         else:
             LinearAttentionLayer.lazy_initialization(self, **states)
 
@@ -63,15 +63,15 @@ def states_of(layers: Iterable[Any]) -> list[Tensor]:
     return found
 
 
-def crop_rows(layers: Iterable[Any], count: int) -> None:
-    """Forget the last `count` rows of the packed ones among the layers, and leave their states."""
+def crop_entries(layers: Iterable[Any], count: int) -> None:
+    """Forget the last `count` entries of the packed layers among these, and leave their states."""
     for layer in layers:
         if isinstance(layer, PackedLayer):
             PackedLayer.crop(layer, -count)
 
 
 class States:
-    """States of recurrent layers before a step, to go back to: no row can be taken from a state.
+    """States of recurrent layers before a step, to go back to: no token can be taken from a state.
 
     again: what notes the step's recurrent ops (nn.again.noted); None: no layer is recurrent.
     """
@@ -107,7 +107,7 @@ class States:
                     state[texts].copy_(value[texts])
 
     def go_back(self, count: int, texts: slice = ALL) -> bool:
-        """Bring the states of these sequences to those behind the first `count` rows of the step;
+        """Bring the states of these sequences to those behind the first `count` tokens of the step;
         False: to those before the step, as not all ops that moved them are known."""
         self.restore(texts)
         if self.again is None:

@@ -1,4 +1,4 @@
-"""The layers of PackedCache: two tensors, keys and values, whose rows are written in place."""
+"""The layers of PackedCache: two tensors, keys and values, whose entries are written in place."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from torch import Tensor
 from transformers.cache_utils import CacheLayerMixin
 
 from ... import formats
-from . import rows_of
-from .rows import FEW_QUERIES, PackedRows, Slots, lasting
+from . import format_of
+from .slots import FEW_QUERIES, PackedEntries, Slots, lasting
 from .transaction import Transaction
 
 ops = torch.ops.metalmm
@@ -26,15 +26,15 @@ class Offset(int):
 
 
 class Room(NamedTuple):
-    """The place of a step's rows, and the rows that its queries see, as the ops take them."""
+    """The place of a step's entries, and the entries that its queries see, as the ops take them."""
 
     formats: tuple[str, str]  # the keys', the values'
     new_keys: Tensor
     new_values: Tensor
-    slots: Tensor  # where the new rows go in new_keys and new_values
+    slots: Tensor  # where the new entries go in new_keys and new_values
     keys: Tensor
     values: Tensor
-    length: Tensor | None  # how many slots of keys and values hold rows; None: all
+    length: Tensor | None  # how many slots of keys and values hold entries; None: all
     pages: Tensor | None = None
     window: int = 0
 
@@ -50,8 +50,8 @@ class PackedLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]
     is_sliding = False
     is_chunked = False
     is_croppable = True
-    has_states = False  # beside its rows
-    keys: Any  # a tensor, None before the first rows
+    has_states = False  # beside its entries
+    keys: Any  # a tensor, None before the first entries
     values: Any
 
     def __init__(self, format: str | None = None) -> None:
@@ -60,7 +60,7 @@ class PackedLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]
         names = None if format is None else format.split("/")
         # The formats of keys and of values; None before the first keys.
         self.formats: Any = None if names is None else (names[0], names[-1])
-        self.end = 0  # the slots below hold rows
+        self.end = 0  # the slots below hold entries
         self.base = 0  # the position of slot 0
         self.returns_packed = False
         self.before: int | None = None  # the position before the step that has begun
@@ -80,17 +80,17 @@ class PackedLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]
         self.is_initialized = True
 
     def _empty(self, shape: Sequence[int], slots: int, which: int) -> Tensor:
-        """Slots for rows of this shape [B, kv_heads, S, D], which: 0 of keys, 1 of values."""
+        """Slots for entries of this shape [B, kv_heads, S, D], which: 0 of keys, 1 of values."""
         format, size = self.formats[which], (shape[0], shape[1], slots)
-        row, dtype = shape[3], formats.DTYPES.get(format)
+        width, dtype = shape[3], formats.DTYPES.get(format)
         if dtype is None:
-            row, dtype = rows_of(format)[0].row_bytes(row), torch.uint8
+            width, dtype = format_of(format)[0].row_bytes(width), torch.uint8
         with lasting():
-            return torch.empty(*size, row, dtype=dtype, device=self.device)
+            return torch.empty(*size, width, dtype=dtype, device=self.device)
 
-    def _resized(self, rows: Tensor, slots: int) -> Tensor:
+    def _resized(self, entries: Tensor, slots: int) -> Tensor:
         with lasting():
-            return rows.new_empty(*rows.shape[:2], slots, rows.shape[3])
+            return entries.new_empty(*entries.shape[:2], slots, entries.shape[3])
 
     # ---- room
 
@@ -98,9 +98,9 @@ class PackedLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]
         """The first slot that later queries, or a crop, may need."""
         return 0
 
-    def _capacity(self, rows: int, slots: int) -> int:
-        """The slots to have for so many rows where there are `slots`."""
-        return max(rows, min(max(2 * slots, FIRST, self.slots.expected), slots + STEP))
+    def _capacity(self, entries: int, slots: int) -> int:
+        """The slots to have for so many entries where there are `slots`."""
+        return max(entries, min(max(2 * slots, FIRST, self.slots.expected), slots + STEP))
 
     def _make_room(self, count: int) -> None:
         slots = self.keys.shape[2]
@@ -109,7 +109,7 @@ class PackedLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]
             self._move(first, self._capacity(self.end - first + count, slots))
 
     def _move(self, first: int, slots: int) -> None:
-        """The rows from `first` on become the first of so many slots."""
+        """The entries from `first` on become the first of so many slots."""
         kept = self.end - first
         for name in ("keys", "values"):
             old = getattr(self, name)
@@ -122,15 +122,15 @@ class PackedLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]
         self._moved(first)
 
     def _moved(self, count: int) -> None:
-        """The rows are `count` slots before where they were."""
+        """The entries are `count` slots before where they were."""
         self.base, self.end = self.base + count, self.end - count
 
-    # ---- rows
+    # ---- entries
 
     def update(
         self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any
     ) -> tuple[Any, Any]:
-        """Write the rows; the rows that these queries may see."""
+        """Write the entries; the entries that these queries may see."""
         self.transaction.begin(self)
         self.prepare(key_states, value_states)
         count = key_states.shape[2]
@@ -142,12 +142,12 @@ class PackedLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]
         return self.seen(count)
 
     def seen(self, count: int) -> tuple[Any, Any]:
-        """The rows that the last `count`, which are written, may see."""
+        """The entries that the last `count`, which are written, may see."""
         first = self._first_seen(self.end - count)
-        keys, values = self._rows(self.keys, first, 0), self._rows(self.values, first, 1)
-        if isinstance(keys, PackedRows) and count <= FEW_QUERIES:
+        keys, values = self._entries(self.keys, first, 0), self._entries(self.values, first, 1)
+        if isinstance(keys, PackedEntries) and count <= FEW_QUERIES:
             of_all = self.slots.of(self.end - count, count, keys.device)[1]
-            keys.length = self.slots.length(keys.rows) if first else of_all
+            keys.length = self.slots.length(keys.entries) if first else of_all
         return keys, values
 
     def prepare(self, k: Tensor, v: Tensor) -> None:
@@ -162,9 +162,9 @@ class PackedLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]
         dim = self.dims[1] if has_slots else v.shape[-1]
         if v.shape != (want := (*k.shape[:3], dim)):
             raise ValueError(f"PackedCache: values {list(v.shape)}; must be {list(want)}")
-        # A cache without rows may be given another batch, or keys of another model.
+        # A cache without entries may be given another batch, or keys of another model.
         if not has_slots:
-            if self.is_initialized and self._has_rows():
+            if self.is_initialized and self._has_entries():
                 (batch, heads), size = self.keys.shape[:2], self.dims[0]
                 raise ValueError(
                     f"PackedCache: keys of {k.shape[0]} sequences; it has {batch}"
@@ -173,21 +173,21 @@ class PackedLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]
                     f"{heads} of {size}"
                 )
             self.lazy_initialization(k, v)
-        self.dtype = k.dtype  # rows of any dtype decode to the model's
+        self.dtype = k.dtype  # entries of any dtype decode to the model's
 
-    def _has_rows(self) -> bool:
-        """Whether the layer has rows from before the step that has begun."""
+    def _has_entries(self) -> bool:
+        """Whether the layer has entries from before the step that has begun."""
         return self.position() > 0
 
     def takes(self, batch: int, heads: int, size: int) -> bool:
         """Whether the layer has slots for keys [batch, heads, S, size]."""
         if not self.is_initialized:
             return False
-        rows = self.keys.shape
-        return (rows[0], rows[1], self.dims[0]) == (batch, heads, size)
+        held = self.keys.shape
+        return (held[0], held[1], self.dims[0]) == (batch, heads, size)
 
     def _first_seen(self, end: int) -> int:
-        """The first slot that the next query sees, where `end` slots have rows."""
+        """The first slot that the next query sees, where `end` slots have entries."""
         return 0
 
     def _write(self, k: Tensor, v: Tensor) -> None:
@@ -204,13 +204,13 @@ class PackedLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]
         if self.dims[0] == self.dims[1]:
             ops.cache_append(self.keys, self.values, k, v, slots, *self.formats)
             return
-        for rows, new, format in zip((self.keys, self.values), (k, v), self.formats, strict=True):
-            ops.cache_append(rows, rows, new, new, slots, format, format)
+        for held, new, format in zip((self.keys, self.values), (k, v), self.formats, strict=True):
+            ops.cache_append(held, held, new, new, slots, format, format)
 
     def room(self, count: int, is_masked: bool = False) -> Room:
-        """Room for `count` rows more, which the caller writes.
+        """Room for `count` entries more, which the caller writes.
 
-        is_masked: of the mask that comes with them the first column is the first row they see.
+        is_masked: of the mask that comes with them the first column is the first entry they see.
         """
         end = self.end
         if end + count > self.keys.shape[2]:
@@ -221,29 +221,29 @@ class PackedLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]
         slots, length = self.slots.of(end, count, keys.device, getattr(self, "sliding_window", 0))
         if count <= FEW_QUERIES:
             return Room(self.formats, keys, values, slots, keys, values, length)
-        k, v = (rows.narrow(2, 0, end + count) for rows in (keys, values))
+        k, v = (entries.narrow(2, 0, end + count) for entries in (keys, values))
         return Room(self.formats, keys, values, slots, k, v, None)
 
-    def _rows(self, rows: Tensor, first: int, which: int) -> Any:
-        seen = rows[:, :, first : self.end]
+    def _entries(self, entries: Tensor, first: int, which: int) -> Any:
+        seen = entries[:, :, first : self.end]
         if not self._is_packed() and seen.dtype == self.dtype:
             return seen
-        packed = PackedRows(seen, self.formats[which], self.dims[which], self.dtype)
+        packed = PackedEntries(seen, self.formats[which], self.dims[which], self.dtype)
         return packed if self.returns_packed else packed.decoded()
 
     def _is_packed(self) -> bool:
-        """Whether keys or values are rows that not every attention function reads."""
+        """Whether keys or values are entries that not every attention function reads."""
         return not formats.DTYPES.keys() >= set(self.formats)
 
     # ---- as a file has them
 
     def held(self) -> tuple[int, Tensor, Tensor] | None:
-        """(the position of the first row; rows of keys and of values) that later queries need."""
+        """(the position of the first; keys and values) of the entries that later queries need."""
         self.transaction.settle()
         if not self.is_initialized or self.end == 0:
             return None
         first = min(self._first_kept(), self.end - 1)
-        k, v = (rows[:, :, first : self.end] for rows in (self.keys, self.values))
+        k, v = (entries[:, :, first : self.end] for entries in (self.keys, self.values))
         return self.base + first, k, v
 
     def hold(
@@ -255,16 +255,16 @@ class PackedLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]
         values: Tensor,
         device: torch.device,
     ) -> None:
-        """Be what held() said. ValueError: these are no rows of this layer."""
+        """Be what held() said. ValueError: these are no entries of this layer."""
         self._check_held(base, keys.shape[2])
         (batch, heads, count, _), like = keys.shape, torch.empty(0, dtype=dtype, device=device)
         self.lazy_initialization(*(like.new_empty(batch, heads, 0, size) for size in dims))
         given = zip(("keys", "values"), (keys, values), self.formats, strict=True)
-        for name, rows, format in given:
+        for name, entries, format in given:
             own = getattr(self, name)
-            if (rows.dtype, rows.shape[3]) != (own.dtype, own.shape[3]):
+            if (entries.dtype, entries.shape[3]) != (own.dtype, own.shape[3]):
                 raise ValueError(
-                    f"{name} are rows of {rows.shape[3]} {rows.dtype}; {format} has "
+                    f"{name} are entries of {entries.shape[3]} {entries.dtype}; {format} has "
                     f"{own.shape[3]} {own.dtype} for {dims[name == 'values']} values"
                 )
         self._fit(count)
@@ -273,7 +273,7 @@ class PackedLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]
         self.base = base
 
     def _fit(self, count: int) -> None:
-        """Slots for so many rows and no more, where there are none."""
+        """Slots for so many entries and no more, where there are none."""
         self.keys, self.values = (self._resized(t, count) for t in (self.keys, self.values))
 
     def _check_held(self, base: int, count: int) -> None:
@@ -283,14 +283,14 @@ class PackedLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]
     # ---- questions to a cache
 
     def position(self) -> int:
-        """The position of the next row."""
+        """The position of the next entry."""
         return self.base + self.end
 
     def rewind(self, position: int) -> None:
         self.end = position - self.base
 
     def get_seq_length(self) -> Any:
-        """The rows that count: those before a step that has not reached all layers.
+        """The entries that count: those before a step that has not reached all layers.
 
         A recorded step gives a tensor, which no code can take for a number that stays.
         """
@@ -307,7 +307,7 @@ class PackedLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]
         return -1
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
-        """The number of rows that the next queries see, and the position of the first."""
+        """The number of entries that the next queries see, and the position of the first."""
         end = self._counted() - self.base
         first = self._first_seen(end)
         return end - first + query_length, self.base + first
@@ -315,7 +315,7 @@ class PackedLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]
     # ---- changes of a cache
 
     def reset(self) -> None:
-        """No rows, in the same memory."""
+        """No entries, in the same memory."""
         self.transaction.forget()
         self.base = self.end = 0
 
@@ -338,26 +338,26 @@ class PackedLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]
     def reorder_cache(self, beam_idx: Tensor) -> None:
         """Each sequence becomes a copy of another, in place."""
 
-        def change(rows: Tensor) -> Tensor:
-            chosen = rows[:, :, : self.end].index_select(0, beam_idx.to(rows.device))
-            if len(chosen) != len(rows):
-                rows = rows.new_empty(len(chosen), *rows.shape[1:])
-            rows[:, :, : self.end] = chosen
-            return rows
+        def change(entries: Tensor) -> Tensor:
+            chosen = entries[:, :, : self.end].index_select(0, beam_idx.to(entries.device))
+            if len(chosen) != len(entries):
+                entries = entries.new_empty(len(chosen), *entries.shape[1:])
+            entries[:, :, : self.end] = chosen
+            return entries
 
         self._replace(change)
 
     def batch_repeat_interleave(self, repeats: int) -> None:
-        self._replace(lambda rows: rows.repeat_interleave(repeats, 0))
+        self._replace(lambda entries: entries.repeat_interleave(repeats, 0))
 
     def batch_select_indices(self, indices: Tensor) -> None:
-        self._replace(lambda rows: rows[indices.to(rows.device)])
+        self._replace(lambda entries: entries[indices.to(entries.device)])
 
 
 class PackedSlidingLayer(PackedLayer):  # type: ignore[no-untyped-call]
     """A layer whose queries see sliding_window positions, their own included.
 
-    The rows lie in the order of their positions, and every SLACK = 256 tokens those of the window
+    Entries lie in the order of their positions, and every SLACK = 256 tokens those of the window
     move to the front, through a copy: 4 / 256 of a window read or written for a token, beside the
     window that its attention reads: 1.6 % more bytes, whatever window and format are. A ring would
     move nothing, but every mask and every other attention function would have to follow it.
@@ -375,7 +375,7 @@ class PackedSlidingLayer(PackedLayer):  # type: ignore[no-untyped-call]
         self.cropped = 0  # the end at the last crop, from which past is recorded
 
     def activate_past_recording(self) -> None:
-        """Keep every row from here on until the next crop."""
+        """Keep every entry from here on until the next crop."""
         self.record_past, self.cropped = True, self.end
 
     def _first_kept(self) -> int:
@@ -397,9 +397,9 @@ class PackedSlidingLayer(PackedLayer):  # type: ignore[no-untyped-call]
         length = None if room.length is None else self.slots.length(k)
         return room._replace(keys=k, values=v, length=length)  # masks begin with the first of them
 
-    def _capacity(self, rows: int, slots: int) -> int:
-        most = max(rows, self.sliding_window - 1 + SLACK)
-        return min(most, super()._capacity(rows, slots))
+    def _capacity(self, entries: int, slots: int) -> int:
+        most = max(entries, self.sliding_window - 1 + SLACK)
+        return min(most, super()._capacity(entries, slots))
 
     def _make_room(self, count: int) -> None:
         slots, most = self.keys.shape[2], self.sliding_window - 1 + SLACK
@@ -428,7 +428,7 @@ class PackedSlidingLayer(PackedLayer):  # type: ignore[no-untyped-call]
         left = self.end + tokens_to_remove
         if tokens_to_remove < 0 and left < self.sliding_window - 1 and self.base > 0:
             raise RuntimeError(
-                f"crop: {-tokens_to_remove} positions, but the rows of a window before them are "
+                f"crop: {-tokens_to_remove} positions, but the entries of a window before them are "
                 "gone; call activate_past_recording before they are written"
             )
         super().crop(tokens_to_remove)

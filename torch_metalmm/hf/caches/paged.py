@@ -1,10 +1,10 @@
-"""A cache of many texts in a fixed number of bytes: rows of each layer in pages of one pool.
+"""A cache of many texts in a fixed number of bytes: entries of each layer in pages of one pool.
 
-A layer has two tensors, keys and values [1, kv_heads, slots, row], of which pages.py gives texts
+A layer has two tensors, keys and values [1, kv_heads, slots, entry], of which pages.py gives texts
 pages of 64 slots; the states of recurrent layers lie beside them (pooled.py). A forward reads and
-writes rows of the texts that begin_step() names: a token, or a part of a prompt, of each. Texts
-that join, leave or grow move no rows, and those with a common beginning read its rows at one place.
-Rows of a failed step lie behind all lengths, so no text sees them; states have moved on, and the
+writes entries of the texts that begin_step() names: a token, or a part of a prompt, of each. Texts
+that join, leave or grow move no entries; a common beginning is read at one place.
+Entries of a failed step lie behind all lengths, so no text sees them; states have moved on, and the
 step's texts are to end.
 """
 
@@ -22,7 +22,7 @@ from .hybrid import HybridPackedLayer
 from .layers import Offset, PackedLayer, Room
 from .pages import SLOTS, Pages, PoolFull
 from .pooled import PooledStates
-from .rows import Stored, lasting
+from .slots import Stored, lasting
 
 __all__ = ["PagedCache", "PoolFull", "Step", "Text", "default_memory", "paged_cache"]
 
@@ -32,7 +32,7 @@ KEPT = 0.25  # a share of the memory behind the states of texts under way
 
 
 class Step:
-    """The rows of a step's texts, each `count`: where they lie, and what their queries see.
+    """The entries of a step's texts, each `count`: where they lie, and what their queries see.
 
     One tensor, so that a step is one transfer to the device, and views of it.
     """
@@ -47,13 +47,13 @@ class Step:
     def of(cls, texts: Sequence[Text], count: int, device: torch.device) -> Step:
         # Each doubling of the longest text is another kind of step, and no other growth.
         most = 1 << (max(len(text.pages) for text in texts) - 1).bit_length()
-        rows = []
+        numbers = []
         for text in texts:
             own = range(len(text.tokens), len(text.tokens) + count)
             slots = [text.pages[t // SLOTS] * SLOTS + t % SLOTS for t in own]
             table = text.pages + [0] * (most - len(text.pages))
-            rows.append([*own, *slots, own.stop, *table])
-        return cls(torch.tensor(rows, device=device), len(texts), count)
+            numbers.append([*own, *slots, own.stop, *table])
+        return cls(torch.tensor(numbers, device=device), len(texts), count)
 
     @property
     def key(self) -> Any:
@@ -64,7 +64,7 @@ class Step:
 
 
 class Text:
-    """Tokens whose rows the cache holds. owner: whose texts alone may begin with its rows."""
+    """Tokens whose entries the cache holds. owner: whose texts alone may begin with its entries."""
 
     def __init__(self, cache: PagedCache, owner: bytes = b"") -> None:
         self.cache, self.owner = cache, owner
@@ -97,7 +97,7 @@ class Text:
             raise
 
     def extend(self, tokens: Sequence[int], is_shared: bool = True) -> None:
-        """Add tokens that have rows now. is_shared: the owner's other texts may find them."""
+        """Add tokens that have entries now. is_shared: the owner's other texts may find them."""
         full = len(self.tokens) // SLOTS
         self.tokens.extend(tokens)
         if is_shared and len(self.tokens) // SLOTS > full:
@@ -128,7 +128,7 @@ class PagedLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]
     is_initialized = True
 
     def __init__(self, like: PackedLayer, slots: int) -> None:
-        """like: a layer that holds a row, whose formats and sizes this one has."""
+        """like: a layer that holds an entry, whose formats and sizes this one has."""
         super().__init__()  # type: ignore[no-untyped-call]
         self.formats = like.formats
         self.is_sliding = like.is_sliding
@@ -142,7 +142,7 @@ class PagedLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]
         """Nothing is left to do: the layer has all slots."""
 
     def update(self, *args: Any, **kwargs: Any) -> Any:
-        raise NotImplementedError("rows are written by update() of the cache")
+        raise NotImplementedError("entries are written by update() of the cache")
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
         return query_length, 0
@@ -170,8 +170,8 @@ class PagedHybridLayer(LinearAttentionLayer, PagedLayer):  # type: ignore
 class PagedCache(Cache):
     """Keys and values of all texts of a model whose attention function is "metalmm".
 
-    like: the layers of a PackedCache that hold a row of the model, or none where they read those
-    of others. memory: bytes that rows and states may take, those of `texts` texts at a time and
+    like: the layers of a PackedCache that hold an entry of the model, or none where they read those
+    of others. memory: bytes that entries and states may take, those of `texts` texts at a time and
     kept ones; ValueError: not even one page fits.
     """
 
@@ -198,7 +198,7 @@ class PagedCache(Cache):
         self.pages = Pages(left // self.page_bytes)
         slots = self.pages.count * SLOTS
         super().__init__(layers=[_paged(x, slots) for x in like])
-        self.with_rows = [layer for layer in self.layers if isinstance(layer, PagedLayer)]
+        self.with_entries = [layer for layer in self.layers if isinstance(layer, PagedLayer)]
         self.slots = slots  # all texts'
         self.step: Step | None = None
 
@@ -211,7 +211,7 @@ class PagedCache(Cache):
             text.make_room(count)
         if self.states:
             self.states.begin_step(texts)
-        first: Any = self.with_rows[0]
+        first: Any = self.with_entries[0]
         self.step = Step.of(texts, count, first.keys.device)
         return self.step.positions
 
@@ -235,19 +235,19 @@ class PagedCache(Cache):
         return room, room
 
     def stored(self, number: int, room: Room, count: int) -> Stored:
-        """Rows that are written in this room, for layers that share them."""
+        """Entries that are written in this room, for layers that share them."""
         return Stored(room, lambda: (room, room))
 
 
 def _paged(like: Any, slots: int) -> Any:
-    """The layer of a cache of many texts; one without rows is as it is."""
+    """The layer of a cache of many texts; one without entries is as it is."""
     if isinstance(like, HybridPackedLayer):
         return PagedHybridLayer(like, slots)
     return PagedLayer(like, slots) if isinstance(like, PackedLayer) else like
 
 
 def paged_cache(model: Any, format: str, memory: int | None, texts: int = 1) -> PagedCache:
-    """The cache of a model with the attention function "metalmm", which reads a token to show rows.
+    """The cache of a model with attention "metalmm", which reads a token to show its entries.
 
     memory: as PagedCache; None: a quarter of what is free, of which the states of texts under way
     take no more than half: of fewer than `texts`, down to one, where theirs would.
@@ -266,7 +266,7 @@ def paged_cache(model: Any, format: str, memory: int | None, texts: int = 1) -> 
 
 
 def default_memory(device: torch.device) -> int:
-    """A quarter of the bytes that are free where the rows will lie."""
+    """A quarter of the bytes that are free where the entries will lie."""
     if device.type == "cuda":
         return torch.cuda.mem_get_info(device)[0] // 4
     import psutil

@@ -48,7 +48,7 @@ class Pages:
         return self._serials[page]
 
     def take(self) -> int:
-        """A page for new rows. PoolFull: there is none."""
+        """A page for new entries. PoolFull: there is none."""
         if self._free:
             page = self._free.pop()
         elif self._idle:

@@ -1,6 +1,6 @@
-"""The states of recurrent layers of many texts: a row of memory that stays for each text under way.
+"""States of recurrent layers of many texts: a place of memory that stays for each one under way.
 
-The rows of a step's texts follow each other, so the step reads and writes one view of each state;
+Those of a step's texts follow each other, so the step reads and writes one view of each state;
 where they do not, they are moved first. A state cannot go back to an earlier token: some are kept
 as they were behind a page, the least recently used ones go first, and a later text that begins
 with these pages goes on from there.
@@ -18,11 +18,11 @@ from transformers.cache_utils import LinearAttentionLayer
 
 from .hybrid import states_of
 from .pages import PoolFull
-from .rows import lasting
+from .slots import lasting
 
 
 class PooledStates:
-    """States of `count` texts in a cache whose layers are `like`, which hold a row of the model."""
+    """States of `count` texts in a cache of layers as `like`, which hold an entry of the model."""
 
     def __init__(self, like: Sequence[Any], count: int, kept: int) -> None:
         """kept: states that are kept beside those of texts under way."""
@@ -35,9 +35,9 @@ class PooledStates:
                 for states, i, state in _states(recurrent)
             ]
             self._free = [[torch.empty_like(t[0]) for *_, t in self._pools] for _ in range(kept)]
-        # Views by the rows of a step, made once: a step that is recorded is of these tensors.
+        # Views by the places of a step, made once: a step that is recorded is of these tensors.
         self._views: dict[tuple[int, int], list[Tensor]] = {}
-        # The row of the step's first text, and whether all of them have read tokens.
+        # The place of the step's first text, and whether all of them have read tokens.
         self.first, self.goes_on = 0, False
         self._texts: list[Any] = [None] * count
         self._kept: OrderedDict[int, list[Tensor]] = OrderedDict()
@@ -51,23 +51,23 @@ class PooledStates:
         return bool(self._pools)
 
     def start(self, text: Any, serial: int | None) -> None:
-        """The text has a row: of the states that are kept as `serial`, or of zeros.
+        """The text has a place: of the states that are kept as `serial`, or of zeros.
 
-        PoolFull: all rows are texts'.
+        PoolFull: all places are texts'.
         """
         self.end(text)
         if None not in self._texts:
             raise PoolFull(f"the states of all {self.count} texts are in use")
-        row = self._texts.index(None)
+        place = self._texts.index(None)
         given = None if serial is None else self._kept[serial]
         for i, (*_, pool) in enumerate(self._pools):
             if given is None:
-                pool[row].zero_()
+                pool[place].zero_()
             else:
-                pool[row].copy_(given[i])
+                pool[place].copy_(given[i])
         if serial is not None:
             self._kept.move_to_end(serial)
-        self._texts[row] = text
+        self._texts[place] = text
 
     def end(self, text: Any) -> None:
         if text in self._texts:
@@ -78,8 +78,8 @@ class PooledStates:
 
     def keep(self, text: Any, serial: int) -> None:
         """The text's states as they are now, behind the page that has this serial number."""
-        row = self._texts.index(text)
-        self.put(serial, [pool[row] for *_, pool in self._pools])
+        place = self._texts.index(text)
+        self.put(serial, [pool[place] for *_, pool in self._pools])
 
     def put(self, serial: int, states: Sequence[Tensor]) -> None:
         """Keep a copy of these, in the place of those that were used longest ago."""
@@ -105,18 +105,18 @@ class PooledStates:
         return [(pool.dtype, list(pool.shape[1:])) for *_, pool in self._pools]
 
     def begin_step(self, texts: Sequence[Any]) -> None:
-        """The layers show the states of these texts, whose rows they will move on."""
+        """The layers show the states of these texts, whose places they will move on."""
         for text in texts:
             if text not in self._texts:
                 assert not text.tokens, "a text whose states are gone"
                 self.start(text, None)
-        rows = [self._texts.index(text) for text in texts]
-        if rows != [*range(rows[0], rows[0] + len(rows))]:
-            self._arrange(rows)
-            rows = [*range(len(rows))]
-        self.first = rows[0]
+        places = [self._texts.index(text) for text in texts]
+        if places != [*range(places[0], places[0] + len(places))]:
+            self._arrange(places)
+            places = [*range(len(places))]
+        self.first = places[0]
         self.goes_on = all(text.tokens for text in texts)
-        for (states, i, _), view in zip(self._pools, self._shown(len(rows)), strict=True):
+        for (states, i, _), view in zip(self._pools, self._shown(len(places)), strict=True):
             states[i] = view
         for before in self._before:
             before.update(dict.fromkeys(before, self.goes_on))
@@ -128,10 +128,10 @@ class PooledStates:
                 self._views[key] = [pool[key[0] : key[0] + count] for *_, pool in self._pools]
         return self._views[key]
 
-    def _arrange(self, rows: list[int]) -> None:
-        """Move `rows` to the front."""
-        order = rows + [row for row in range(self.count) if row not in rows]
-        self._texts = [self._texts[row] for row in order]
+    def _arrange(self, places: list[int]) -> None:
+        """Move `places` to the front."""
+        order = places + [place for place in range(self.count) if place not in places]
+        self._texts = [self._texts[place] for place in order]
         for *_, pool in self._pools:
             pool.copy_(pool[order])
 

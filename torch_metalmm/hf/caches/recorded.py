@@ -2,7 +2,7 @@
 
 A kind of cache has a class here. `refusal` says why the next step may not be recorded, or ""; an
 object is of the steps of one `key`. `reads` is asked at every step: whether the cache is as
-`refusal` found it, with room for the rows, in the memory that the recorded ops read and write.
+`refusal` found it, with room for the entries, in the memory that the recorded ops read and write.
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ from transformers.cache_utils import DummyLayer, LinearAttentionLayer
 
 from .hybrid import HybridPackedLayer, States, states_of
 from .layers import PackedLayer, PackedSlidingLayer
-from .rows import Fixed, lasting
+from .slots import Fixed, lasting
 
-_ROWS = frozenset((PackedLayer, PackedSlidingLayer, HybridPackedLayer))
+_PACKED = frozenset((PackedLayer, PackedSlidingLayer, HybridPackedLayer))
 _STATES = frozenset((LinearAttentionLayer, HybridPackedLayer))  # which are written in place
-_KNOWN = _ROWS | _STATES | {DummyLayer}
+_KNOWN = _PACKED | _STATES | {DummyLayer}
 
 
 class PackedStep:
@@ -31,13 +31,13 @@ class PackedStep:
     def __init__(self, cache: Any, count: int, device: torch.device) -> None:
         self.count = count
         self._layers = list(cache.layers)
-        rows = self._with_rows = _with_rows(cache)
-        self.fixed = Fixed(count, device, {_window(layer) for layer in rows})
-        # Each with the first layer of its window, whose rows lie in the same slots.
-        firsts = {_window(layer): layer for layer in reversed(rows)}
-        self._rows = [
+        entries = self._with_entries = _with_entries(cache)
+        self.fixed = Fixed(count, device, {_window(layer) for layer in entries})
+        # Each with the first layer of its window, whose entries lie in the same slots.
+        firsts = {_window(layer): layer for layer in reversed(entries)}
+        self._entries = [
             (layer, firsts[_window(layer)], layer.keys, layer.values, layer.keys.shape[2] - count)
-            for layer in rows
+            for layer in entries
         ]
         self._firsts = firsts
         self._with_states = [layer for layer in cache.layers if type(layer) in _STATES]
@@ -49,7 +49,7 @@ class PackedStep:
 
     @staticmethod
     def refusal(cache: Any, count: int) -> str:
-        """Makes room for the rows of the step, where it may be recorded."""
+        """Makes room for the entries of the step, where it may be recorded."""
         if cache.offloading or "update" in cache.__dict__:
             return "a cache that is offloaded, or whose update is another's"
         for layer in cache.layers:
@@ -59,10 +59,10 @@ class PackedStep:
             if kind in _STATES and (layer.record_past or not _has_states(layer)):
                 return "a cache whose layers hold no states yet, or record those that were"
         cache.transaction.settle()
-        layers = _with_rows(cache)
+        layers = _with_entries(cache)
         if not layers or not all(layer.is_initialized for layer in layers):
-            return "a cache whose layers hold no rows yet"
-        return _refusal_of_rows(layers, count)
+            return "a cache whose layers hold no entries yet"
+        return _refusal_of_entries(layers, count)
 
     def reads(self, cache: Any) -> bool:
         if len(cache.layers) != len(self._layers) or not all(map(is_, cache.layers, self._layers)):
@@ -70,8 +70,8 @@ class PackedStep:
         if cache.offloading or "update" in cache.__dict__:
             return False
         cache.transaction.settle()
-        position = self._rows[0][0].position()
-        for layer, first, keys, values, most in self._rows:
+        position = self._entries[0][0].position()
+        for layer, first, keys, values, most in self._entries:
             end = layer.end
             if end > most or end != first.end or layer.base + end != position:
                 return False
@@ -89,12 +89,12 @@ class PackedStep:
         )
 
     def has_room(self, more: int) -> bool:
-        """For the step and so many rows behind it, none of which moves others."""
-        return all(x.end + more <= most and not x.is_chunked for x, *_, most in self._rows)
+        """For the step and so many entries behind it, none of which moves others."""
+        return all(x.end + more <= most and not x.is_chunked for x, *_, most in self._entries)
 
     def fill(self, cache: Any) -> None:
         """For the cache's next step."""
-        position = self._rows[0][0].position()
+        position = self._entries[0][0].position()
         self.fixed.fill(position, {window: x.end for window, x in self._firsts.items()})
 
     @property
@@ -105,9 +105,9 @@ class PackedStep:
 
     @contextmanager
     def recorded(self, cache: Any) -> Iterator[None]:
-        """Inside, the layers' slots and lengths are these. A step that fails leaves no rows and no
-        states."""
-        slots = _with_rows(cache)[0].slots
+        """Inside, the layers' slots and lengths are these. A step that fails leaves no entries
+        and no states."""
+        slots = _with_entries(cache)[0].slots
         before = States(self._with_states)
         slots.fixed = self.fixed
         try:
@@ -120,27 +120,27 @@ class PackedStep:
             slots.fixed = None
 
     def done(self, cache: Any) -> None:
-        """The rows of a replayed step are written."""
-        ends = [layer.end + self.count for layer in self._with_rows]
+        """The entries of a replayed step are written."""
+        ends = [layer.end + self.count for layer in self._with_entries]
         # One call, which no signal interrupts.
-        list(map(setattr, self._with_rows, repeat("end"), ends))
+        list(map(setattr, self._with_entries, repeat("end"), ends))
 
 
 def _has_states(layer: Any) -> bool:
     return all(layer.has_previous_state.values())
 
 
-def _with_rows(cache: Any) -> list[Any]:
-    return [layer for layer in cache.layers if type(layer) in _ROWS]
+def _with_entries(cache: Any) -> list[Any]:
+    return [layer for layer in cache.layers if type(layer) in _PACKED]
 
 
-def _refusal_of_rows(layers: list[Any], count: int) -> str:
+def _refusal_of_entries(layers: list[Any], count: int) -> str:
     position, ends = layers[0].position(), dict[int, int]()
     for layer in layers:
         layer._make_room(count)
         end = ends.setdefault(_window(layer), layer.end)
         if layer.end != end or layer.position() != position:
-            return "a cache whose layers hold other rows each"
+            return "a cache whose layers hold other entries each"
         if layer.is_chunked and (count > 1 or layer.end + 1 >= layer.sliding_window):
             return "several tokens where attention is in chunks, or a chunk that is full"
     return ""
@@ -182,4 +182,4 @@ class PagedStep:
             cache.step = given
 
     def done(self, cache: Any) -> None:
-        """Texts count their rows themselves."""
+        """Texts count their entries themselves."""

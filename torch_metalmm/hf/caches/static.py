@@ -8,14 +8,14 @@ import torch
 from torch import Tensor
 
 from .layers import PackedLayer, Room
-from .rows import PackedRows
+from .slots import PackedEntries
 from .transaction import advanced
 
 
 class StaticPackedLayer(PackedLayer):  # type: ignore[no-untyped-call]
     """A layer of so many slots from the start, for graphs: its length is a tensor.
 
-    All rows of a sliding window are kept; the mask has the window.
+    All entries of a sliding window are kept; the mask has the window.
     """
 
     is_compileable = True
@@ -45,11 +45,11 @@ class StaticPackedLayer(PackedLayer):  # type: ignore[no-untyped-call]
     def length(self) -> Tensor:
         return self.last_and_length[1]
 
-    def _has_rows(self) -> bool:
+    def _has_entries(self) -> bool:
         return int(self.length) > self.transaction.advanced.get(self.device, (0,))[0]
 
     def _advance(self, count: int) -> Tensor:
-        """The slots of `count` rows more, of which one layer makes room."""
+        """The slots of `count` entries more, of which one layer makes room."""
         if not torch.compiler.is_compiling():
             return self.transaction.advance(self.device, count)
         if self.leads:
@@ -73,17 +73,19 @@ class StaticPackedLayer(PackedLayer):  # type: ignore[no-untyped-call]
     def update(
         self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any
     ) -> tuple[Any, Any]:
-        """Write the rows; all rows, of which the mask hides those that nobody wrote."""
+        """Write the entries; all entries, of which the mask hides those that nobody wrote."""
         self.transaction.begin(self)
         self.prepare(key_states, value_states)
         self._append(key_states, value_states, self._advance(key_states.shape[2]))
         return self.seen(key_states.shape[2])
 
     def seen(self, count: int) -> tuple[Any, Any]:
-        return self._rows(self.keys, 0, 0), self._rows(self.values, 0, 1)
+        return self._entries(self.keys, 0, 0), self._entries(self.values, 0, 1)
 
-    def _rows(self, rows: Tensor, first: int, which: int) -> Any:
-        packed = PackedRows(rows, self.formats[which], self.dims[which], self.dtype, self.length)
+    def _entries(self, entries: Tensor, first: int, which: int) -> Any:
+        packed = PackedEntries(
+            entries, self.formats[which], self.dims[which], self.dtype, self.length
+        )
         return packed if self.returns_packed else packed.decoded()
 
     def held(self) -> tuple[int, Tensor, Tensor] | None:
@@ -140,5 +142,5 @@ class StaticPackedLayer(PackedLayer):  # type: ignore[no-untyped-call]
                     f"reorder_cache: {len(beam_idx)} sequences; a cache of slots keeps its "
                     f"{len(self.keys)}"
                 )
-            for rows in (self.keys, self.values):
-                rows.copy_(rows.index_select(0, beam_idx.to(rows.device)))
+            for entries in (self.keys, self.values):
+                entries.copy_(entries.index_select(0, beam_idx.to(entries.device)))

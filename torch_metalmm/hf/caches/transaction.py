@@ -1,4 +1,4 @@
-"""A step of a model as a transaction: all layers of a cache get its rows, or none keeps them."""
+"""A step of a model as a transaction: all layers of a cache get its entries, or none keeps them."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .rows import lasting
+from .slots import lasting
 
 
 class Transaction:
@@ -15,7 +15,7 @@ class Transaction:
 
     A layer begins before it writes. Where a layer that has begun begins again, the step before has
     ended: it counts if every layer that wrote in the last step that counts wrote in this one, too;
-    else its rows are forgotten. Until then the cache has the length of before. An exception that
+    else its entries are forgotten. Until then the cache has the length of before. An exception that
     code of ours sees calls undo() at once, also in a first step, whose layers nobody knows yet.
 
     Layers of fixed slots share their length, a tensor for each device.
@@ -24,13 +24,13 @@ class Transaction:
     def __init__(self) -> None:
         self.begun: list[Any] = []  # the layers, with the length before in their `before`
         self.members: dict[Any, None] = {}  # the layers of the last step that counts
-        # {device: [the last slot that has a row, the number of rows]}: a token's slot and length
+        # {device: [the last slot that is filled, the number of these]}: a token's slot and length
         # are what one addition leaves.
         self.lengths: dict[torch.device, Tensor] = {}
-        self.advanced: dict[torch.device, tuple[int, Tensor]] = {}  # in this step: rows, slots
+        self.advanced: dict[torch.device, tuple[int, Tensor]] = {}  # in this step: entries, slots
 
     def begin(self, layer: Any) -> None:
-        """ValueError: the layer's rows are not those of the layers that wrote before it."""
+        """ValueError: the layer's entries are not those of the layers that wrote before it."""
         if torch.compiler.is_compiling():  # a graph is one for all steps
             return
         if layer.before is not None:
@@ -40,7 +40,7 @@ class Transaction:
         late = layer.is_compileable and self.members and layer not in self.members
         if self.begun and (late or before != self.begun[0].before):
             raise ValueError(
-                f"PackedCache: this layer has rows of {before} positions, those before it of "
+                f"PackedCache: this layer has entries of {before} positions, those before it of "
                 f"{self.begun[0].before}, since a step failed; call reset()"
             )
         layer.before = before
@@ -61,7 +61,7 @@ class Transaction:
             self._end()
 
     def undo(self) -> None:
-        """The layers have the rows that they had before the step."""
+        """The layers have the entries that they had before the step."""
         for layer in self.begun:
             layer.rewind(layer.before)
         for device, (count, _) in self.advanced.items():
@@ -75,7 +75,7 @@ class Transaction:
         self.advanced.clear()
 
     def forget(self) -> None:
-        """Forget all rows."""
+        """Forget all entries."""
         self._end()
         self.members = {}
 
@@ -91,17 +91,17 @@ class Transaction:
         return self.lengths[device], True
 
     def advance(self, device: torch.device, count: int) -> Tensor:
-        """The slots of `count` rows more, of which the first layer of a step makes room."""
+        """The slots of `count` entries more, of which the first layer of a step makes room."""
         found = self.advanced.get(device)
         if found is None:
             found = self.advanced[device] = count, advanced(self.lengths[device], count)
         if found[0] != count:
-            raise ValueError(f"PackedCache: {count} rows; the layers before got {found[0]}")
+            raise ValueError(f"PackedCache: {count} entries; the layers before got {found[0]}")
         return found[1]
 
 
 def advanced(last_and_length: Tensor, count: int) -> Tensor:
-    """The slots of `count` rows more, which the length counts from here on."""
+    """The slots of `count` entries more, which the length counts from here on."""
     if count == 1:
         return last_and_length.add_(1)[:1]
     slots = torch.arange(count, device=last_and_length.device) + last_and_length[1]

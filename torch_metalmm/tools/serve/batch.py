@@ -27,7 +27,7 @@ from ...models.cache_argument import with_cache
 from ...nn.again import noted
 from ...nn.exact import exact_rows
 from ..chat.session import drafters
-from ..sequence import CHUNK, keeps_rows
+from ..sequence import CHUNK, keeps_entries
 from .engine import Job, Runner
 from .guessing import Guessing
 from .writing import Writing
@@ -49,7 +49,7 @@ def can_share(model: Any) -> bool:
     """
     kinds = getattr(model.config.get_text_config(decoder=True), "layer_types", None) or ()
     if (
-        not keeps_rows(model, states=True)
+        not keeps_entries(model, states=True)
         or "chunked_attention" in kinds
         or model.dtype not in DTYPE_NAMES
     ):

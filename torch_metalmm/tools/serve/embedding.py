@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from ...models.cache_argument import with_cache
-from ..sequence import keeps_rows
+from ..sequence import keeps_entries
 from .engine import Stopped, stoppable
 from .errors import too_long, wrong
 from .tokens import Tokens
@@ -127,7 +127,7 @@ def _reads_on(base: Any) -> bool:
     Models say so at their attention; one that says nothing gets its text in one part.
     """
     said = [bool(module.is_causal) for module in base.modules() if hasattr(module, "is_causal")]
-    return bool(said) and all(said) and keeps_rows(base)
+    return bool(said) and all(said) and keeps_entries(base)
 
 
 def _shared(lengths: list[int]) -> Iterator[list[int]]:

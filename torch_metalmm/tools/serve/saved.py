@@ -140,7 +140,7 @@ def _check(name: str, tensor: Tensor, dtype: torch.dtype, shape: list[int]) -> N
 
 def _digest(model: Any, cache: PagedCache) -> str:
     """A digest of all that rows' bits depend on: weights, config, formats, how they are used."""
-    first: Any = cache.with_rows[0]
+    first: Any = cache.with_entries[0]
     kinds = [f"{type(x).__name__} {getattr(x, 'activations', None)}" for x in model.modules()]
     native: Any = _C  # mypy does not see into the module
     device = native.cpu_isa() if model.device.type == "cpu" else model.device.type

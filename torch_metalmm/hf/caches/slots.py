@@ -1,4 +1,4 @@
-"""Packed rows of a cache in the place of the tensor that they decode to; slots as tensors."""
+"""Packed entries of a cache in the place of the tensor that they decode to; slots as tensors."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from torch import Tensor
 from torch.utils import _pytree
 
 from ... import formats
-from . import rows_of
+from . import format_of
 
 ops = torch.ops.metalmm
 
-_OWN = ("rows", "format", "dtype", "length", "shape", "device")
+_OWN = ("entries", "format", "dtype", "length", "shape", "device")
 # Up to so many queries the op's kernels read a length of the device, which the layers share. More
-# may be torch's, which has no such argument: they get slots that all hold rows.
+# may be torch's, which has no such argument: they get slots that all hold entries.
 FEW_QUERIES = 16
 _MOST_HELD = 8  # kinds of layers, times two lengths of each
 _FIRST_NUMBERS = 4096
@@ -48,15 +48,15 @@ class Slots:
     """Slots and lengths as tensors, the same for all layers of a cache that ask for the same.
 
     They are parts of Numbers, of which a token makes none.
-    While a step is recorded (hf/replay.py) those of its rows are `fixed`: memory that stays, which
-    each replayed step fills.
+    While a step is recorded (hf/replay.py) those of its tokens are `fixed`: memory that stays,
+    which each replayed step fills.
     """
 
     def __init__(self) -> None:
         self._held: dict[Any, tuple[Tensor, Tensor]] = {}
         self._numbers = Numbers()
         self.fixed: Fixed | None = None
-        self.expected = 0  # rows for which room is made at once
+        self.expected = 0  # entries for which room is made at once
 
     def of(
         self, first: int, count: int, device: torch.device, window: int = 0
@@ -80,9 +80,9 @@ class Slots:
             self._held[key] = found
         return found
 
-    def length(self, rows: Tensor) -> Tensor:
-        """The length of rows [B, kv_heads, T, row] which are all filled."""
-        return self.of(rows.shape[2], 0, rows.device)[1]
+    def length(self, entries: Tensor) -> Tensor:
+        """The length of entries [B, kv_heads, T, entry] which are all filled."""
+        return self.of(entries.shape[2], 0, entries.device)[1]
 
     def __getstate__(self) -> dict[str, Any]:
         fresh = {"_held": {}, "_numbers": Numbers(), "fixed": None}
@@ -90,9 +90,9 @@ class Slots:
 
 
 class Fixed:
-    """The slots [count] of a step's rows, and the length behind them, in memory that stays.
+    """The slots [count] of a step's entries, and the length behind them, in memory that stays.
 
-    Of the layers of each window: rows of a window move to the front, those of others do not.
+    Of the layers of each window: entries of a window move to the front, those of others do not.
     """
 
     def __init__(self, count: int, device: torch.device, windows: Iterable[int]) -> None:
@@ -115,7 +115,7 @@ class Fixed:
         return both[: self.count], both[self.count]
 
     def fill(self, position: int, ends: dict[int, int]) -> None:
-        """The rows begin at this position, and in these slots of the layers of each window."""
+        """The entries begin at this position, and in these slots of the layers of each window."""
         shift, first = position - self.first, self.first
         moves = [end - self.ends[window] for window, end in ends.items()]
         if not shift and not any(moves):
@@ -130,7 +130,7 @@ class Fixed:
         self.first, self.ends = position, dict(ends)
 
     def advance(self) -> None:
-        """On the device alone: to the rows of the next step."""
+        """On the device alone: to the entries of the next step."""
         self._memory.add_(self.count)
 
     @contextmanager
@@ -138,34 +138,34 @@ class Fixed:
         """Inside, the tensors advance by so many steps."""
         first, self.first = self.first, -1
         yield
-        rows = steps * self.count
-        self.first, self.ends = first + rows, {w: end + rows for w, end in self.ends.items()}
+        tokens = steps * self.count
+        self.first, self.ends = first + tokens, {w: end + tokens for w, end in self.ends.items()}
 
 
-class PackedRows:
-    """Rows [B, kv_heads, T, row] of a format in the place of a tensor [B, kv_heads, T, D].
+class PackedEntries:
+    """Entries [B, kv_heads, T, entry] of a format in the place of a tensor [B, kv_heads, T, D].
 
-    Where `length` is given, an int64 tensor, the rows from there on are empty; without it none is.
+    Where `length` is given, an int64 tensor, those from there on are empty; without it none is.
     """
 
     def __init__(
         self,
-        rows: Tensor,
+        entries: Tensor,
         format: str,
         dim: int,
         dtype: torch.dtype,
         length: Tensor | None = None,
     ) -> None:
-        self.rows, self.format, self.dtype, self.length = rows, format, dtype, length
-        self.shape = torch.Size((*rows.shape[:-1], dim))
-        self.device = rows.device
+        self.entries, self.format, self.dtype, self.length = entries, format, dtype, length
+        self.shape = torch.Size((*entries.shape[:-1], dim))
+        self.device = entries.device
 
     def decoded(self) -> Tensor:
-        """The rows as a tensor of the model's dtype."""
+        """The entries as a tensor of the model's dtype."""
         if self.format in formats.DTYPES:
-            return self.rows.to(self.dtype)
-        flat = self.rows.reshape(-1, self.rows.shape[-1])
-        kind, is_rotated = rows_of(self.format)
+            return self.entries.to(self.dtype)
+        flat = self.entries.reshape(-1, self.entries.shape[-1])
+        kind, is_rotated = format_of(self.format)
         dtype = torch.float32 if is_rotated else self.dtype  # what is turned may be larger
         values: Tensor = ops.dequantize(flat, kind.name, self.shape[-1], dtype=dtype)
         values = ops.hadamard(values).to(self.dtype) if is_rotated else values
@@ -180,7 +180,7 @@ class PackedRows:
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
         def plain(a: Any) -> Any:
-            return a.decoded() if isinstance(a, PackedRows) else a
+            return a.decoded() if isinstance(a, PackedEntries) else a
 
         args, kwargs = _pytree.tree_map(plain, (args, kwargs or {}))
         return function(*args, **kwargs)
