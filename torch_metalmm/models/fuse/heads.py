@@ -14,7 +14,7 @@ from ...nn import QuantLinear
 from ...nn.recipe import Attend, Growth, Heads
 from .observe import Attention, Seen, is_angles
 from .projections import projections_of
-from .runs import PLAIN, Unknown, one
+from .runs import Unknown, one, split
 
 
 def heads_of(
@@ -107,18 +107,10 @@ def _told(runs: list[Seen]) -> tuple[tuple[str, ...], dict[str, Any]] | None:
     updates = [seen.updates[0].options for seen in runs]
     if not any(updates):
         return None
-    names: dict[str, None] = {}
-    constants: dict[str, Any] = {}
-    for seen, options in zip(runs, updates, strict=True):
-        told = options.get("kwargs")
-        if options.keys() != {"kwargs"} or not isinstance(told, dict):
-            raise Unknown("the cache is given more than k, v, a number and arguments of the layer")
-        for name, value in told.items():
-            if name in seen.kwargs and seen.kwargs[name] is value:
-                names[name] = None
-            elif not isinstance(value, PLAIN) or constants.setdefault(name, value) != value:
-                raise Unknown("the cache is given what changes and is not the layer's")
-    return tuple(names), constants
+    if any(u.keys() != {"kwargs"} or not isinstance(u["kwargs"], dict) for u in updates):
+        raise Unknown("the cache is given more than k, v, a number and arguments of the layer")
+    passed, constants = split([u["kwargs"] for u in updates], [seen.kwargs for seen in runs])
+    return tuple(passed), constants
 
 
 def _check_updates(runs: list[Seen], number: Any) -> None:
@@ -133,33 +125,17 @@ def _check_updates(runs: list[Seen], number: Any) -> None:
 def _attend(attention: nn.Module, runs: list[Seen]) -> Attend:
     calls = [seen.attentions[0] for seen in runs]
     first = calls[0]
-    names = frozenset(first.options)
-    if any(len(c.args) != 5 or frozenset(c.options) != names for c in calls):
-        raise Unknown("attention with other arguments in each run")
-    passed = [
-        name
-        for name in first.options
-        if all(
-            name in s.kwargs and c.options[name] is s.kwargs[name]
-            for s, c in zip(runs, calls, strict=True)
-        )
-    ]
-    parameters = attention._parameters.items()
+    if any(len(c.args) != 5 for c in calls):
+        raise Unknown("attention with others than q, k, v and a mask by place")
     own = {
         name: parameter
         for name, value in first.options.items()
-        for parameter, tensor in parameters
+        for parameter, tensor in attention._parameters.items()
         if value is tensor and value is not None
+        if all(c.options.get(name) is tensor for c in calls)
     }
-    rest = names.difference(passed, own)
-    constants = {name: first.options[name] for name in rest}
-    if not all(isinstance(value, PLAIN) for value in constants.values()):
-        raise Unknown("attention with a tensor of its own")
-    for call in calls:
-        if any(call.options[name] != value for name, value in constants.items()):
-            raise Unknown("attention with arguments that change")
-        if any(call.options[name] is not first.options[name] for name in own):
-            raise Unknown("attention with parameters that change")
+    given = [{n: v for n, v in c.options.items() if n not in own} for c in calls]
+    passed, constants = split(given, [seen.kwargs for seen in runs])
     config = next(
         value
         for value in vars(attention).values()

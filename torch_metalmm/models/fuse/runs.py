@@ -6,7 +6,7 @@ Random numbers are the same at every call, whatever the caller's generator, devi
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -26,6 +26,30 @@ def one(found: Iterable[Any]) -> Any:
     if len(found) != 1:
         raise Unknown(f"{len(found)} of what there should be one")
     return found[0]
+
+
+def split(
+    calls: Sequence[Mapping[str, Any]], layers: Sequence[Mapping[str, Any]], renames: bool = False
+) -> tuple[dict[str, str], dict[str, Any]]:
+    """({argument of a call: that of the layer which is passed on as it}, {the others: a constant}).
+
+    calls, layers: their arguments by name, in each run. renames: the layer's may have another name.
+    Unknown: an argument is neither, or not there in each call.
+    """
+    passed, constants = {}, {}
+    if any(call.keys() != calls[0].keys() for call in calls):
+        raise Unknown("a call with other arguments in each run")
+    for name, value in calls[0].items():
+        pairs = [(call[name], layer) for call, layer in zip(calls, layers, strict=True)]
+        names = layers[0] if renames else (name,)
+        found = [n for n in names if all(n in of and of[n] is v for v, of in pairs)]
+        if found:
+            passed[name] = name if name in found else found[0]
+        elif all(isinstance(v, PLAIN) and v == value for v, _ in pairs):
+            constants[name] = value
+        else:
+            raise Unknown("a call with an argument of its own, or one that changes")
+    return passed, constants
 
 
 def normal(*shape: int, seed: int = 0) -> Tensor:

@@ -34,7 +34,7 @@ from .heads import heads_of
 from .mixtures import mixture_of
 from .norms import as_norm
 from .observe import Call, Seen, convolution_of
-from .runs import PLAIN, Unknown, numbers_of, one
+from .runs import Unknown, numbers_of, one, split
 from .streams import ends_of, streams_of
 
 _DIVISORS = (1.0, 2**0.5)  # divisors of a sum of two; the second keeps the size of one
@@ -272,21 +272,9 @@ class _Reader:
         name = next((n for n, value in call.kwargs.items() if value is x), None)
         if len(call.args) != (1 if name is None else 0) or (call.args and call.args[0] is not x):
             raise Unknown("a module with arguments that have no names")
-        if any(c.kwargs.keys() != call.kwargs.keys() for c in calls):
-            raise Unknown("a module with other arguments in each run")
-        passed, constants = {}, {}
-        for own, value in call.kwargs.items():
-            if own == name:
-                continue
-            pairs = [(c.kwargs[own], s.kwargs) for c, s in zip(calls, self.runs, strict=True)]
-            found = [n for n in pairs[0][1] if all(n in k and k[n] is v for v, k in pairs)]
-            if found:
-                passed[own] = own if own in found else found[0]
-            elif all(isinstance(v, PLAIN) and v == value for v, _ in pairs):
-                constants[own] = value
-            else:
-                raise Unknown("a module with an argument of the layer's own")
-        return Whole(call.module, name, passed, constants)
+        given = [{n: v for n, v in c.kwargs.items() if n != name} for c in calls]
+        layers = [seen.kwargs for seen in self.runs]
+        return Whole(call.module, name, *split(given, layers, renames=True))
 
     def _sum(self, h: Tensor, out: Tensor) -> tuple[float, Tensor]:
         """(the scale of `out`, the sum), which the next module takes, or the layer gives."""
