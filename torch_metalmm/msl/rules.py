@@ -7,7 +7,7 @@ functions; 1.5.4 restrictions: excluded.py); compilers of Apple word them the sa
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 from .excluded import Error, excluded, internal_parts, recursion
 from .source import (
@@ -18,12 +18,13 @@ from .source import (
     MetalSyntaxError,
     Token,
     _attributes,
-    _ends_with_function,
     _without_attributes,
     closing_angle,
+    declarations,
     is_pointer_cast,
     lex,
     matching,
+    parameters_at,
     split,
     split_head,
 )
@@ -57,7 +58,8 @@ def violations(
     tokens = lex(text)
     checker = _Checker(tokens, standard)
     checker.words()
-    checker.scope(0, len(tokens), checker.outside)
+    for head, body, close, _, is_member in declarations(tokens, 0, len(tokens)):
+        (checker.member if is_member else checker.outside)(head, body, close)
     checker.errors += misused(tokens, ours)
     checker.errors += excluded(tokens, internal_parts(text), version)
     checker.errors += recursion(tokens, checker.functions, checker.is_standard)
@@ -148,38 +150,6 @@ class _Checker:
                 return
             i += 1
 
-    def scope(self, i: int, end: int, declare: Callable[[list[Token], int, int], None]) -> None:
-        """Calls declare(head, begin, end of body) for each declaration of tokens[i:end]."""
-        begin = i
-        while i < end:
-            text = self.text(i)
-            if text == "{":
-                close = matching(self.tokens, i)
-                head = self.tokens[begin:i]
-                words = [t.text for t in split_head(_without_attributes(head))]
-                if "namespace" in words or words[:1] == ["extern"]:
-                    self.scope(i + 1, close, self.outside)
-                elif {"struct", "class", "union"} & set(words) and "(" not in words:
-                    self.scope(i + 1, close, self.member)
-                    begin = i = close + 1
-                    while i < end and self.text(i) != ";":  # variables of the type
-                        i += 1
-                    begin = i = i + 1
-                    continue
-                elif not _ends_with_function(head) or "enum" in words:
-                    i = close + 1
-                    continue
-                else:
-                    declare(head, i, close)
-                i = begin = close + 1
-            elif text == ";":
-                declare(self.tokens[begin:i], 0, 0)
-                i = begin = i + 1
-            elif text == ":" and self.text(i - 1) in ("public", "private", "protected"):
-                i = begin = i + 1
-            else:
-                i = matching(self.tokens, i) + 1 if text in ("(", "[") else i + 1
-
     def member(self, head: list[Token], body: int, close: int) -> None:
         """A declaration in a struct."""
         plain = _without_attributes(head)
@@ -234,10 +204,7 @@ class _Checker:
 
     def parameters(self, head: list[Token], kernel: bool) -> None:
         """The parameters and, of a kernel, the type of the result and of attributes."""
-        i = closing_angle(head, 1) + 1 if head[0].text == "template" else 0
-        while i < len(head) and not (head[i].text == "(" and i and head[i - 1].kind == "word"):
-            i = matching(head, i) + 1 if head[i].text == "[" else i + 1
-        if i >= len(head):
+        if (i := parameters_at(head)) is None:
             return
         if kernel and "void" not in [t.text for t in head[:i]]:
             self.fail(head[i - 1], "a kernel function must return void")

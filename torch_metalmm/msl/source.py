@@ -213,8 +213,56 @@ def _argument(tokens: list[Token], used: dict[str, int]) -> tuple[str, str]:
     return kind, str(used[kind])
 
 
+def declarations(
+    tokens: list[Token], i: int, end: int, namespace: str = "", is_member: bool = False
+) -> Iterator[tuple[list[Token], int, int, str, bool]]:
+    """(words before its body or ";"; places of its body's "{" and "}", or 0; namespace; whether
+    it is of a member of a struct) of each declaration in tokens[i:end]."""
+    begin = i
+    while i < end:
+        text = tokens[i].text
+        if text == "{":
+            close = matching(tokens, i)
+            head = tokens[begin:i]
+            words = [t.text for t in split_head(_without_attributes(head))]
+            if "namespace" in words or words[:1] == ["extern"]:
+                path = (
+                    "".join(words[words.index("namespace") + 1 :]) if words[0] != "extern" else ""
+                )
+                inner = f"{namespace}::{path}" if path else namespace
+                yield from declarations(tokens, i + 1, close, inner)
+            elif {"struct", "class", "union"} & set(words) and "(" not in words:
+                yield from declarations(tokens, i + 1, close, namespace, is_member=True)
+                i = close + 1
+                while i < end and tokens[i].text != ";":  # variables of the type
+                    i += 1
+                begin = i = i + 1
+                continue
+            elif not _ends_with_function(head) or "enum" in words:
+                i = close + 1
+                continue
+            else:
+                yield head, i, close, namespace, is_member
+            i = begin = close + 1
+        elif text == ";":
+            yield tokens[begin:i], 0, 0, namespace, is_member
+            i = begin = i + 1
+        elif text == ":" and i and tokens[i - 1].text in ("public", "private", "protected"):
+            i = begin = i + 1
+        else:
+            i = matching(tokens, i) + 1 if text in ("(", "[") else i + 1
+
+
+def parameters_at(head: list[Token]) -> int | None:
+    """The place of the "(" of a function's parameters, if there is one."""
+    i = len(head) - len(split_head(head))
+    while i < len(head) and not (head[i].text == "(" and i and head[i - 1].kind == "word"):
+        i = matching(head, i) + 1 if head[i].text == "[" else i + 1
+    return i if i < len(head) else None
+
+
 class Reader:
-    """Walks a preprocessed text once, namespace by namespace, and collects a Source."""
+    """Walks a preprocessed text once, and collects a Source."""
 
     def __init__(self, text: str) -> None:
         self.tokens = lex(text)
@@ -224,39 +272,15 @@ class Reader:
 
     def read(self) -> Source:
         """The kernels and function constants of the text."""
-        self._scope(0, len(self.tokens), "")
+        for head, body, _, namespace, is_member in declarations(self.tokens, 0, len(self.tokens)):
+            if not is_member:
+                self._declaration(head, namespace, body > 0)
         for name, namespace, function, expression in self._instances:
             if function in self.templates:
                 self.source.kernels.append(
                     Kernel(name, f"{namespace}::{expression}", self.templates[function])
                 )
         return self.source
-
-    def _scope(self, i: int, end: int, namespace: str) -> None:
-        begin = i
-        while i < end:
-            text = self.tokens[i].text
-            if text == "{":
-                close = matching(self.tokens, i)
-                head = [t.text for t in self.tokens[begin:i]]
-                if "namespace" in head:
-                    path = "".join(head[head.index("namespace") + 1 :])
-                    self._scope(i + 1, close, f"{namespace}::{path}" if path else namespace)
-                elif head[:1] == ["extern"] and len(head) == 2:
-                    self._scope(i + 1, close, namespace)
-                else:
-                    self._declaration(self.tokens[begin:i], namespace, body=True)
-                    if not _ends_with_function(self.tokens[begin:i]):
-                        i = close + 1
-                        continue
-                i = begin = close + 1
-            elif text == ";":
-                self._declaration(self.tokens[begin:i], namespace, body=False)
-                i = begin = i + 1
-            elif text in "([":
-                i = matching(self.tokens, i) + 1
-            else:
-                i += 1
 
     def _declaration(self, tokens: list[Token], namespace: str, body: bool) -> None:
         attributes = [a for a in _attributes(tokens) if a]
@@ -280,12 +304,7 @@ class Reader:
         self.source.constants.append(Constant(name, index, namespace, symbol))
 
     def _kernel(self, tokens: list[Token], template: bool, names: list[str], ns: str) -> None:
-        i = closing_angle(tokens, 1) + 1 if template else 0
-        while i < len(tokens) and not (
-            tokens[i].text == "(" and i and tokens[i - 1].kind == "word"
-        ):
-            i = matching(tokens, i) + 1 if tokens[i].text == "[" else i + 1
-        if i >= len(tokens):
+        if (i := parameters_at(tokens)) is None:
             return
         used: dict[str, int] = {}
         parameters = split(tokens[i + 1 : matching(tokens, i)])
