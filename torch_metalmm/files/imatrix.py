@@ -152,17 +152,9 @@ def _read_gguf(path: str | os.PathLike[str]) -> Imatrix:
         entries[owner] = _checked(
             file.path, owner, values, file.dense(counts.name).flatten().numpy()
         )
-    chunks, size = _number(file, "chunk_count", 0), _number(file, "chunk_size", 1)
+    numbers = ("imatrix.chunk_count", 0), ("imatrix.chunk_size", 1)
+    chunks, size = (file.integer(key, file.metadata.get(key), least) for key, least in numbers)
     return Imatrix(entries, _datasets(file), chunks, size)
-
-
-def _number(file: GgufFile, key: str, least: int) -> int:
-    value = file.metadata.get(f"imatrix.{key}")
-    if type(value) is not int or value < least:
-        raise ValueError(
-            f"{file.path}: imatrix.{key} must be an integer of at least {least}, got {value!r}"
-        )
-    return value
 
 
 def _datasets(file: GgufFile) -> tuple[str, ...]:

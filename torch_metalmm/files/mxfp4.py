@@ -32,7 +32,7 @@ def put_experts(model: Any, source: Source, device: torch.device | str) -> set[s
             part.put(model, [f"{name}.{stack}"], place(rows, device), MXFP4.name)
         for bias, own in list(home.made.named_parameters()):
             if bias.endswith("_bias"):
-                value = _take(source, f"{name}.{bias}", tuple(own.shape), own.dtype)
+                value = source.take_as(f"{name}.{bias}", tuple(own.shape), own.dtype)
                 setattr(home.made, bias, nn.Parameter(value.to(device), requires_grad=False))
         done.update(f"{name}.{leaf}" for leaf, _ in home.made.named_parameters())
     if not done:
@@ -50,8 +50,8 @@ def _rows(source: Source, name: str, shape: tuple[int, int, int]) -> Tensor:
     if k % spec.group:
         raise ValueError(f"{source.path}: {name} has K = {k}, no multiple of {spec.group}")
     scaled = (e, rows, k // spec.group)
-    codes = _take(source, name + _BLOCKS, (*scaled, _CODES), torch.uint8)
-    scales = _take(source, name + _SCALES, scaled, torch.uint8)
+    codes = source.take_as(name + _BLOCKS, (*scaled, _CODES), torch.uint8)
+    scales = source.take_as(name + _SCALES, scaled, torch.uint8)
     packed = torch.empty(e, rows, spec.row_bytes(k), dtype=torch.uint8)
     for i in range(e):  # one by one: a byte for each code
         words = codes[i].flatten(1).contiguous().view(torch.uint32)
@@ -60,15 +60,3 @@ def _rows(source: Source, name: str, shape: tuple[int, int, int]) -> Tensor:
         except ValueError as error:
             raise ValueError(f"{source.path}: {name} of expert {i}: {error}") from None
     return packed.flatten(0, 1)
-
-
-def _take(source: Source, name: str, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-    """The tensor, which leaves source.keys; another float dtype becomes this one."""
-    key, value = source.keys.get(name), source.take(name)
-    fits = value.dtype == dtype or (value.is_floating_point() and dtype.is_floating_point)
-    if tuple(value.shape) != shape or not fits:
-        raise ValueError(
-            f"{source.path}: {key} is {value.dtype} {list(value.shape)}; the model makes it "
-            f"{dtype} {list(shape)}"
-        )
-    return value.to(dtype)

@@ -82,3 +82,15 @@ class Source:
         tensor = self.read(name)
         del self.keys[name]
         return tensor
+
+    def take_as(self, name: str, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+        """As take(), of this shape; another float dtype becomes this one. ValueError, too: it is of
+        neither."""
+        key, value = self.keys.get(name), self.take(name)
+        fits = value.dtype == dtype or (value.is_floating_point() and dtype.is_floating_point)
+        if tuple(value.shape) != shape or not fits:
+            raise ValueError(
+                f"{self.path}: {key} is {value.dtype} {list(value.shape)}; the model makes it "
+                f"{dtype} {list(shape)}"
+            )
+        return value.to(dtype)

@@ -121,7 +121,7 @@ REFUSED: dict[str, list[tuple[Change | None, dict[str, Any], str]]] = {
         ("logit_scale", None, "granite.logit_scale is missing"),
         ("embedding_scale", None, "granite.embedding_scale is missing"),
         ("block_count", None, "granite.block_count is missing"),
-        ("attention.head_count", None, "granite.attention.head_count is missing"),
+        ("attention.head_count", None, "granite.attention.head_count = None; allowed"),
         ("attention.head_count_kv", [2, 2], "has 2 elements"),
         ("expert_count", 4, "granite.expert_count is known for other architectures only"),
         ("attention.sliding_window", 4, "granite.attention.sliding_window is known for"),

@@ -99,7 +99,7 @@ def test_what_mlx_has_no_name_for(tmp_path: Path) -> None:
 def test_biases_of_experts_are_floats(tmp_path: Path) -> None:
     save_mlx(quantize_(expert_model("GptOss"), "affine4_g64", progress=False), None, tmp_path)
     integers = tensor("model.layers.1.mlp.experts.down_proj.bias", torch.Tensor.int)
-    refused(load_mlx, tmp_path, integers, "down_proj_bias is torch.int32, not a float dtype")
+    refused(load_mlx, tmp_path, integers, "down_proj.bias is torch.int32 ")
 
 
 def test_a_correction_of_scores_is_needed(tmp_path: Path) -> None:

@@ -169,27 +169,14 @@ def _read(file: GgufFile, row: Architecture, key: str, name: str, values: dict[s
 
 
 def _heads(file: GgufFile) -> int:
-    heads, width = file.stated("attention.head_count"), file.stated("embedding_length")
-    if heads is None:
-        raise ValueError(f"{file.path}: {file.architecture}.attention.head_count is missing")
-    if type(heads) is not int or type(width) is not int or not 0 < heads <= width:
-        raise ValueError(
-            f"{file.path}: {file.architecture}.attention.head_count = {heads!r}; allowed: integers "
-            f"from 1 to {width}, the width"
-        )
-    return heads
+    key, width = f"{file.architecture}.attention.head_count", file.stated("embedding_length")
+    return file.integer(key, file.value(key), 1, width if type(width) is int else 0)
 
 
 def _predicting(file: GgufFile, prefix: str) -> int:
     """The number of layers that predict later tokens, which transformers' models do not have."""
     key, blocks = f"{prefix}nextn_predict_layers", file.metadata[f"{prefix}block_count"]
-    count = file.metadata.get(key, 0)
-    if type(count) is not int or not 0 <= count < blocks:
-        raise ValueError(
-            f"{file.path}: {key} = {count!r}; allowed: integers from 0 to {blocks - 1}, one less "
-            "than block_count"
-        )
-    return count
+    return file.integer(key, file.metadata.get(key, 0), 0, blocks - 1)
 
 
 def metadata(config: Any) -> tuple[str, Architecture, dict[str, Any]]:

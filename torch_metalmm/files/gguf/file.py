@@ -134,6 +134,15 @@ class GgufFile:
         """The value of a whole key; an array as a list."""
         return self.array(key) if key in self.arrays else self.metadata.get(key, default)
 
+    def integer(self, key: str, value: Any, low: int, high: int | None = None) -> int:
+        """The value, which the key has. ValueError: it is no integer from low to high."""
+        if type(value) is not int or value < low or (high is not None and value > high):
+            limit = "on" if high is None else f"to {high}"
+            raise ValueError(
+                f"{self.path}: {key} = {value!r}; allowed: integers from {low} {limit}"
+            )
+        return value
+
     def array(self, key: str) -> list[Any]:
         """The elements of an array of the metadata. ValueError: a text of it is not UTF-8."""
         start, end = self._spans[key]

@@ -28,16 +28,12 @@ def latent_config(file: GgufFile, prefix: str, values: dict[str, Any]) -> dict[s
 
     ValueError: a size is missing, or is none; a rotation by yarn does not say its scale.
     """
-    sizes: list[int] = []
     # With a latent as the one key head, its sizes are those of *_length, and a head's are *_mla.
     end = "_mla" if f"{prefix}{_KEY}_mla" in file.metadata else ""
     keys = (_RANK, _HEADS, _ROTATED, _KEY + end, _VALUE + end)
-    for key in keys:
-        size = file.metadata.get(prefix + key)
-        if type(size) is not int or size < 1:
-            raise ValueError(f"{file.path}: {prefix + key} = {size!r}; allowed: integers from 1 on")
-        sizes.append(size)
-    rank, heads, rotated, key_length, value_length = sizes
+    rank, heads, rotated, key_length, value_length = (
+        file.integer(key, file.metadata.get(key), 1) for key in (prefix + k for k in keys)
+    )
     if key_length <= rotated:
         raise ValueError(
             f"{file.path}: {prefix + keys[3]} is {key_length}; it must be more than "

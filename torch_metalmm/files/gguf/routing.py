@@ -37,14 +37,14 @@ def check_routing(
         return
     if states.get(GATING) == SOFTMAX:
         _check_softmax(file, prefix + GATING)
-    count = _integer(file, prefix + _COUNT, values[keys[_COUNT]], 1)
-    _integer(file, prefix + _USED, values[keys[_USED]], 1, count)
+    count = file.integer(prefix + _COUNT, values[keys[_COUNT]], 1)
+    file.integer(prefix + _USED, values[keys[_USED]], 1, count)
     if _SCALE in keys:
         _check_scale(file, prefix + _SCALE, keys[_SCALE], values)
     if _GROUPS not in keys:
         return
     key = prefix + _GROUPS
-    groups = values[keys[_GROUPS]] = _integer(file, key, values[keys[_GROUPS]], 0) or 1
+    groups = values[keys[_GROUPS]] = file.integer(key, values[keys[_GROUPS]], 0) or 1
     # The score of a group is the best in it, or with sigmoids the sum of the two best.
     least = 2 if states.get(GATING) == SIGMOID else 1
     if count % groups or count // groups < least:
@@ -54,7 +54,7 @@ def check_routing(
         )
     if groups == 1:
         values[keys[_GROUPS_USED]] = 1
-    _integer(file, prefix + _GROUPS_USED, values[keys[_GROUPS_USED]], 1, groups)
+    file.integer(prefix + _GROUPS_USED, values[keys[_GROUPS_USED]], 1, groups)
 
 
 def one_group(values: dict[str, Any]) -> dict[str, Any]:
@@ -66,13 +66,6 @@ def one_group(values: dict[str, Any]) -> dict[str, Any]:
         return values
     rest = {k: v for k, v in values.items() if k not in ("topk_group", "topk_method")}
     return rest | {"n_group": 1}
-
-
-def _integer(file: GgufFile, key: str, value: Any, low: int, high: int | None = None) -> int:
-    if type(value) is not int or value < low or (high is not None and value > high):
-        limit = "on" if high is None else f"to {high}"
-        raise ValueError(f"{file.path}: {key} = {value!r}; allowed: integers from {low} {limit}")
-    return int(value)
 
 
 def _check_scale(file: GgufFile, key: str, name: str, values: dict[str, Any]) -> None:

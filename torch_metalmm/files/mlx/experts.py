@@ -127,14 +127,9 @@ def rows_of(
 def _put_bias(source: Source, name: str, made: QuantExperts, bias: str, device: Any) -> None:
     own = made.get_parameter(bias)
     stacks = (GATE, UP) if bias == f"{GATE_UP}_bias" else (bias.removesuffix("_bias"),)
-    value = torch.cat([source.take(f"{name}.{stack}.bias") for stack in stacks], -1)
-    if value.shape != own.shape:
-        raise ValueError(
-            f"{source.path}: {name}.{bias} is {list(value.shape)}, not {list(own.shape)}"
-        )
-    if not value.is_floating_point():
-        raise ValueError(f"{source.path}: {name}.{bias} is {value.dtype}, not a float dtype")
-    setattr(made, bias, nn.Parameter(value.to(device, own.dtype), requires_grad=False))
+    size = *own.shape[:-1], own.shape[-1] // len(stacks)
+    values = [source.take_as(f"{name}.{stack}.bias", size, own.dtype) for stack in stacks]
+    setattr(made, bias, nn.Parameter(torch.cat(values, -1).to(device), requires_grad=False))
 
 
 def stored_experts(
