@@ -238,7 +238,7 @@ def declarations(
                     i += 1
                 begin = i = i + 1
                 continue
-            elif not _ends_with_function(head) or "enum" in words:
+            elif not _ends_with_function(head):
                 i = close + 1
                 continue
             else:
