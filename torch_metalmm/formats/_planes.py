@@ -3,12 +3,38 @@
 from __future__ import annotations
 
 from abc import abstractmethod
+from collections.abc import Mapping
 
 import torch
 from torch import Tensor
 
-from ._base import BlockFormat
+from ._base import BlockFormat, Format
 from ._bits import as_bytes, codes_to_stream, stream_to_codes
+
+
+def sizes_of(
+    format: Format,
+    bits: int,
+    codes: Tensor,
+    group: int,
+    dtype: torch.dtype,
+    of_groups: Mapping[str, Tensor],
+) -> tuple[int, int]:
+    """(N, row_bytes) of the tensors of an MLX layer. ValueError: a shape or dtype does not fit."""
+    if codes.dtype != torch.uint32 or codes.dim() != 2:
+        raise ValueError(
+            f"{format.name}: codes must be uint32 [N, K * {bits} / 32], "
+            f"got {codes.dtype} {list(codes.shape)}"
+        )
+    n, k = codes.shape[0], codes.shape[1] * 32 // bits
+    row_bytes = format.row_bytes(k)
+    for label, t in of_groups.items():
+        if t.dtype != dtype or tuple(t.shape) != (n, k // group):
+            raise ValueError(
+                f"{format.name}: {label} must be {dtype} [{n}, {k // group}], "
+                f"got {t.dtype} {list(t.shape)}"
+            )
+    return n, row_bytes
 
 
 class Planes(BlockFormat):
@@ -36,18 +62,8 @@ class Planes(BlockFormat):
         ValueError if a shape or dtype does not fit, if K is not a multiple of the block, or if
         a code or scale means something else here.
         """
-        if codes.dtype != torch.uint32 or codes.dim() != 2:
-            raise ValueError(
-                f"{self.name}: codes must be uint32 [N, K * {self.bits} / 32], "
-                f"got {codes.dtype} {list(codes.shape)}"
-            )
-        n, k = codes.shape[0], codes.shape[1] * 32 // self.bits
-        row_bytes = self.row_bytes(k)
-        if scales.dtype != torch.uint8 or tuple(scales.shape) != (n, k // self.group):
-            raise ValueError(
-                f"{self.name}: scales must be uint8 [{n}, {k // self.group}], "
-                f"got {scales.dtype} {list(scales.shape)}"
-            )
+        of_groups = {"scales": scales}
+        n, row_bytes = sizes_of(self, self.bits, codes, self.group, torch.uint8, of_groups)
         q = stream_to_codes(as_bytes(codes), self.bits)
         if (what := self.refused(q, scales)) is not None:
             raise ValueError(f"{self.name}: {what}")

@@ -7,6 +7,7 @@ from torch import Tensor
 
 from ._base import Format
 from ._bits import as_bytes, codes_to_stream, stream_to_codes
+from ._planes import sizes_of
 from ._search import elements_first, f32, groups_first, ordered_sum, to_code
 
 ROW_ALIGNMENT = 16
@@ -49,42 +50,21 @@ class Affine(Format):
         codes uint32 [N, K * bits / 32], scales and biases of self.dtype [N, K / group].
         ValueError if a shape or dtype does not fit.
         """
-        if codes.dtype != torch.uint32 or codes.dim() != 2:
-            raise ValueError(
-                f"{self.name}: codes must be uint32 [N, K * {self.bits} / 32], "
-                f"got {codes.dtype} {list(codes.shape)}"
-            )
-        n, k = codes.shape[0], codes.shape[1] * 32 // self.bits
-        row_bytes = self.row_bytes(k)
-        for label, t in (("scales", scales), ("biases", biases)):
-            if t.dtype != self.dtype or tuple(t.shape) != (n, k // self.block_values):
-                raise ValueError(
-                    f"{self.name}: {label} must be {self.dtype} [{n}, {k // self.block_values}], "
-                    f"got {t.dtype} {list(t.shape)}"
-                )
-        out = torch.zeros(n, row_bytes, dtype=torch.uint8, device=codes.device)
-        begin = 0
-        for plane in (codes, scales, biases):
-            data = as_bytes(plane)
-            out[:, begin : begin + data.shape[1]] = data
-            begin += data.shape[1]
-        return out
+        of_groups = {"scales": scales, "biases": biases}
+        n, row_bytes = sizes_of(self, self.bits, codes, self.block_values, self.dtype, of_groups)
+        planes = [as_bytes(plane) for plane in (codes, scales, biases)]
+        unused = row_bytes - sum(plane.shape[1] for plane in planes)
+        return torch.cat([*planes, planes[0].new_zeros(n, unused)], 1)
 
     def unpack(self, packed: Tensor, k: int) -> tuple[Tensor, Tensor, Tensor]:
         """Inverse of pack: (codes uint32, scales, biases)."""
         self._check_packed(packed, k)
         code_bytes = k * self.bits // 8
         plane = k // self.block_values * self.dtype.itemsize
-        cuts = (0, code_bytes, code_bytes + plane, code_bytes + 2 * plane)
-        planes = [
-            packed[:, a:b].clone(memory_format=torch.contiguous_format)
-            for a, b in zip(cuts, cuts[1:], strict=False)
-        ]
-        return (
-            planes[0].view(torch.uint32),
-            planes[1].view(self.dtype),
-            planes[2].view(self.dtype),
-        )
+        used = packed[:, : code_bytes + 2 * plane].split([code_bytes, plane, plane], 1)
+        codes, *others = (p.clone(memory_format=torch.contiguous_format) for p in used)
+        scales, biases = (p.view(self.dtype) for p in others)
+        return codes.view(torch.uint32), scales, biases
 
     def _encode_rows(self, x: Tensor, importance: Tensor | None = None) -> Tensor:
         high = 2**self.bits - 1
