@@ -113,7 +113,7 @@ def test_pack_names_the_wrong_argument() -> None:
     codes, scales = planes("mxfp8")
     with pytest.raises(ValueError, match=r"mxfp8: codes must be uint32 \[N, K \* 8 / 32\]"):
         f.pack(codes.view(torch.int32), scales)
-    with pytest.raises(ValueError, match=r"mxfp8: scales must be torch.uint8 \[16, 32\], .* \[16, 31\]"):
+    with pytest.raises(ValueError, match=r"mxfp8: scales must be torch.uint8 \[16, 32\], .*, 31\]"):
         f.pack(codes, scales[:, :31])
     with pytest.raises(ValueError, match="mxfp8: K = 96 is not a multiple of the block of 64"):
         f.pack(codes[:, :24], scales[:, :3])

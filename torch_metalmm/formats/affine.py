@@ -61,7 +61,7 @@ class Affine(Format):
         self._check_packed(packed, k)
         code_bytes = k * self.bits // 8
         plane = k // self.block_values * self.dtype.itemsize
-        used = packed[:, : code_bytes + 2 * plane].split([code_bytes, plane, plane], 1)
+        used = torch.split(packed[:, : code_bytes + 2 * plane], [code_bytes, plane, plane], 1)
         codes, *others = (p.clone(memory_format=torch.contiguous_format) for p in used)
         scales, biases = (p.view(self.dtype) for p in others)
         return codes.view(torch.uint32), scales, biases
