@@ -2,17 +2,12 @@
 
 from __future__ import annotations
 
-import hashlib
-
 import pytest
 import torch
 from format_cases import (
     AFFINE,
-    GGML_WEIGHTED_DIGEST,
     KINDS,
     PACKED,
-    digest_importance,
-    digest_weights,
     weights,
 )
 from oracle import DTYPES
@@ -52,16 +47,6 @@ def importances() -> dict[str, Tensor]:
 
 
 IMPORTANCES = importances()
-
-
-@pytest.mark.parametrize("name", GGML_WEIGHTED_DIGEST)
-def test_the_bytes_of_llama_cpp(name: str) -> None:
-    packed = formats.get(name).quantize(digest_weights(), digest_importance())
-    assert hashlib.sha256(packed.numpy().tobytes()).hexdigest()[:16] == GGML_WEIGHTED_DIGEST[name]
-
-
-def test_every_searched_format_of_ggml_is_compared() -> None:
-    assert {n for n in WEIGHED if not n.startswith("affine")} == set(GGML_WEIGHTED_DIGEST)
 
 
 def equal_bytes(name: str, w: Tensor, importance: Tensor) -> bool:

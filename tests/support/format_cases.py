@@ -126,101 +126,30 @@ def digest_weights() -> Tensor:
     return torch.from_numpy(draws.sum(0).astype(np.float32)) * 2.0**-26
 
 
-# The first block of golden_weights, packed by ggml's C quantizers (llama.cpp of August 2025, gcc,
-# -ffp-contract=off; iq4_nl is its 15-trial quantize_iq4_nl; q1_0 and q2_0 are of ggml-base 0.25.3)
-# and, for affine, by mlx 0.32 (CPU).
-GOLDEN = {
-    "q4_0": "402ed043c9805a4664a5089c340df80646a8",
-    "q4_1": "552e40bad033c9705a4664a5079c330df8064698",
-    "q5_0": "402a149a8592a07691f0a49cc94a0f19670ae11c8c31",
-    "q5_1": "212a40ba149a8592a07792f0a59cc95a0f29770af11d8d41",
-    "q8_0": "4d1e81b40a8421e2c6cdf847b94f08e4e4084fb947f8cdc6e221840ab4817286be19",
-    "q2_k": (
-        "fdfecddccbbdfdfdefbcecbcef78efbc00895634d6396da522bf496b4eb1f972ff8d6f4eb1e961ee885a796c"
-        "971c95666c971c956600e6154db50e9b69486e92ca431cfa88bfe21a932cfa88bed2068e3a28bf2a"
-    ),
-    "q3_k": (
-        "62d823c65b04d41e27dd30b5f12efc977bfec317481a70db7ec712421d76fcd15c5ab024e13f92021c6ace8a"
-        "943fafacde3afafc16e2b3a9348086fc4b180e65dd4b390ea515d52c8b784da700c51a71323fc589f9874ede"
-        "dfc548bc8a4df03106868aa8680a66a800cc03f0c09f"
-    ),
-    "q4_k": (
-        "a3165c22fdfdfcfcfefafafdff9cdfdd10b378607aa6f46507cca3add8269628ddb3bcd7157406ba808893d0"
-        "3fb064291192460bf30d398808ab6048517dcb3bdd8269628dda3acc70564f6aa706873bd03fb06429112b68"
-        "b637da9f8781bc0a7b1dd2b9b2dd2b9b1dd2a8a1cb0968fa6aa706873b01f903409e10b3886079a6f47407cc"
-        "a3bcd8269628ecb3bcd71484"
-    ),
-    "q5_k": (
-        "6a126c22fcfdfdfcfef9f9feff9dfcef609a21c45906d61c25cf32b3e32c7e959f1a67f3acfcd43f9a63f6a6"
-        "f9d218b52067f2c0e54df9da008a575ba23d2d42bb676aa02af90d75100237b06f71c85433458c17f60b7320"
-        "0157d09fa20aa676bb24d2d32ab575a800ad9fd45e0c2f76b06e71c8533357c07d6fb53f0e117905f62ba563"
-        "65bc47273ba350528802d1f4c64f0e116803e418813f307702d1e55df9ea109a586bb24d2d52bb786ab03a09"
-    ),
-    "q6_k": (
-        "50ad9321d89881134e120e144289f902847eb27e934158d8e0431d603d610f166b61f016d306d0341e8d8513"
-        "39e82be74a209f982441e021e43118898d0239caa1dca200f6666ef01ade09de3c13828b7d493746c71ad0bf"
-        "b8d411c0413441788a8d1239da05da19f26d6af901a4d1a01f4aead25248977bb77984252daea4f10c841a38"
-        "ca3521a92db34467427de53ecfbc5b7d81d911ce786a485ca32ca4126c931ca52200e2060db10e8ba9486f92"
-        "36bfe00674431fe66fd00674432efa728384798f8f7b8385808f907b8350837b678a"
-    ),
-    "iq4_nl": "2f1ee032d9704b3553b4079d230ef90636a9",
-    "iq4_xs": (
-        "8d0ac3f32ee00ffee032d9704b3553b4079d230ef90535a91f33482af985f0397f725414d23ea6ee2eed6ae3"
-        "2d425537f7930f589ea28444e19a53509fe032d9704b3553b4079d23c0ef20a32ae1ccc8e6178b1fc7908dab"
-        "82ed234a4d2eed6ae32d425537f7930f3b4776d83ce19a53509fe032d9704b35f57b00d9b2c0ef20a32ae1cc"
-        "c8e6178b"
-    ),
-    "mxfp4": "7c6fde519fc3dbbd3cf915edf671fbdb21",
-    "q1_0": "c535149a8592665eaf2fe8ebf5cc9242b350",
-    "q2_0": "403a10558955625504425465581296449518",
-    "affine2_g32": "245bdeaab7e51893403640ba00000000",
-    "affine3_g32": "10d149b4cc8d9629ada070a8403240ba",
-    "affine4_g32": "30096a54c8d468864d8c45a690030fa4402e40ba000000000000000000000000",
-    "affine5_g32": "c0444059522f1f1d198bfae4a712a3201ae0039a402a40ba0000000000000000",
-    "affine6_g32": "4043066a2651dffcd4a3a68df5337f9494a901d9007f00a1102640ba00000000",
-    "affine8_g32": (
-        "00369103a96648507ed13bd98e69698ed93bd17e504866a903913600ff0540a1f81d40ba0000000000000000"
-        "00000000"
-    ),
-}
-
-# First 16 digits of the sha256 of digest_weights, packed by the same C quantizers.
-GGML_DIGEST = {
-    "q4_0": "a5336109aa74907d",
-    "q4_1": "64853eec3663cab9",
-    "q5_0": "7ffb601d1bf5a145",
-    "q5_1": "28a4bac02e07885a",
-    "q8_0": "82116766ac0d689a",
-    "q2_k": "b5206e4b925ebdda",
-    "q3_k": "5de974d313a2a19b",
-    "q4_k": "d7976cb957159879",
-    "q5_k": "158ef9a5b731a690",
-    "q6_k": "12b0e1aa5a90236f",
-    "iq4_nl": "bbab85c271229c75",
-    "iq4_xs": "c84488fb6d297333",
-    "mxfp4": "7cc989369c549095",
-    "q1_0": "cadc180caa6bac7d",
-    "q2_0": "e10054f1475a5b56",
-}
-
-
 def digest_importance() -> Tensor:
     """f32 [2048] of unlike sizes, integers: every machine has the same."""
     draws = np.random.RandomState(11).randint(1, 256, 2048)
     return torch.from_numpy((draws**3).astype(np.float32))
 
 
-# The same of digest_weights and digest_importance, by ggml_quantize_chunk of ggml-base 0.25.3.
-GGML_WEIGHTED_DIGEST = {
-    "q4_0": "77794f7f8cd5e77a",
-    "q4_1": "939fa3994a8330bd",
-    "q5_0": "d1c031b2e3f2a08b",
-    "q5_1": "7b6d9aec98f4fba5",
-    "q2_k": "e1bc758dc867426e",
-    "q3_k": "6e1e870f75ba2830",
-    "q4_k": "dc748a61364ec625",
-    "q5_k": "217c442ec74b67a5",
-    "q6_k": "6f62b500df6eef59",
-    "iq4_nl": "907b78e52bf9ee22",
-    "iq4_xs": "9761173c435fafe3",
+# What ggml's C quantizers make (llama.cpp of August 2025, gcc, -ffp-contract=off; iq4_nl is its
+# 15-trial quantize_iq4_nl; q1_0 and q2_0 are of ggml-base 0.25.3): first 16 digits of the sha256 of
+# the first block of golden_weights, of digest_weights, and of those with digest_importance, by
+# ggml_quantize_chunk of ggml-base 0.25.3, where it counts.
+GGML_DIGEST = {
+    "q4_0": ("62f53e3f72078d03", "a5336109aa74907d", "77794f7f8cd5e77a"),
+    "q4_1": ("477007b9975ab8e5", "64853eec3663cab9", "939fa3994a8330bd"),
+    "q5_0": ("c5e84d985fc28451", "7ffb601d1bf5a145", "d1c031b2e3f2a08b"),
+    "q5_1": ("65d715c4672c3289", "28a4bac02e07885a", "7b6d9aec98f4fba5"),
+    "q8_0": ("b949536b7daf7765", "82116766ac0d689a", ""),
+    "q2_k": ("27aac953a8dcdebe", "b5206e4b925ebdda", "e1bc758dc867426e"),
+    "q3_k": ("8af857968c6db6bd", "5de974d313a2a19b", "6e1e870f75ba2830"),
+    "q4_k": ("f17eaae77447ee76", "d7976cb957159879", "dc748a61364ec625"),
+    "q5_k": ("7d649d2ace9c6964", "158ef9a5b731a690", "217c442ec74b67a5"),
+    "q6_k": ("a70cfcdf3053e212", "12b0e1aa5a90236f", "6f62b500df6eef59"),
+    "iq4_nl": ("899a929fb49eda7e", "bbab85c271229c75", "907b78e52bf9ee22"),
+    "iq4_xs": ("41a3575ab1481e77", "c84488fb6d297333", "9761173c435fafe3"),
+    "mxfp4": ("db01caf952825de9", "7cc989369c549095", ""),
+    "q1_0": ("5c8c099062648b8a", "cadc180caa6bac7d", ""),
+    "q2_0": ("2e0086a9f242cb4c", "e10054f1475a5b56", ""),
 }
