@@ -2,19 +2,21 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
-from converted_cases import HEAD, HEADS
+from converted_cases import FFN, HEAD, HEADS, H
 from converted_models import Tensors, write_record
 
 from torch_metalmm import load_gguf
 
 Change = Callable[[Tensors], object]
 GATE, UP, DOWN = (f"blk.1.ffn_{part}_exps.weight" for part in ("gate", "up", "down"))
+ROUTER = "blk.1.ffn_gate_inp.weight"
 KEYS, VALUES, BOTH = (f"blk.2.attn_{part}_b.weight" for part in ("k", "v", "kv"))
 
 
@@ -57,6 +59,7 @@ def of_values(*rows: tuple[str, Any, str]) -> list[tuple[None, dict[str, Any], s
 
 YARN = {"rope.scaling.type": "yarn", "rope.scaling.factor": 4.0}
 LOG = "rope.scaling.yarn_log_multiplier"
+INV_FREQ = r"buffer .*inv_freq alone is \[1073741824\], 4294967296"
 GROUPS = "allowed: 0 and divisors of expert_count, 6, that leave 2 or more experts in each group"
 ALONE = rf"'{BOTH}' alone makes the model's model.layers.2.self_attn.kv_b_proj.weight, for which"
 # {case of the record: (a change of its tensors, its values, the message)}
@@ -67,6 +70,7 @@ REFUSED: dict[str, list[tuple[Change | None, dict[str, Any], str]]] = {
         (cut(GATE, slice(0, 5)), {}, rf"tensor '{GATE}' is \[5, 24, 40\], but .*\[6, 24, 40\]"),
         (cut(UP, np.s_[:, :23]), {}, rf"tensor '{UP}' is \[6, 23, 40\], but the model's"),
         (cut(DOWN, 0), {}, rf"tensor '{DOWN}' is \[40, 24\], but the model's"),
+        (with_ones(ROUTER, 8, H), {}, rf"'{ROUTER}' is \[8, 40\], but the model's"),
         (one_by_one, {}, r"has its experts one by one \(blk.0.ffn_down.0.weight\)"),
         *of_values(
             ("expert_count", 9, r"ffn_\w+_exps.weight' is \[6, 24, 40\], but .*\[9, 24, 40\]"),
@@ -82,6 +86,42 @@ REFUSED: dict[str, list[tuple[Change | None, dict[str, Any], str]]] = {
             )
         ),
     ],
+    "llama": [
+        *(
+            (
+                with_ones(name, *shape),
+                {},
+                f"'{name}' is {re.escape(str([*shape]))}, but the model's",
+            )
+            for name, shape in (
+                ("output_norm.weight", (H, 1)),
+                ("output_norm.weight", (1, H)),
+                ("blk.1.attn_norm.weight", (2, H // 2)),
+                ("blk.0.attn_output.weight", (H, 1, HEADS * HEAD)),
+                ("blk.0.ffn_up.weight", (H, FFN)),
+            )
+        ),
+        *of_values(
+            ("block_count", 2**31, "block_count = 2147483648, but it has 30 tensors"),
+            ("block_count", 4, "no tensor for the model's model.layers.3"),
+            ("block_count", "text", "block_count = 'text', but it has 30 tensors"),
+            ("embedding_length", 2**31, "embedding_length = 2147483648, but token_embd.weight is"),
+            ("embedding_length", "text", "embedding_length = text, but token_embd.weight is"),
+            ("feed_forward_length", 99, r"is \[40, 56\], but the model's .* is \[40, 99\]"),
+            ("attention.head_count", 0, "head_count = 0; allowed: integers from 1 to 40"),
+            ("attention.head_count", 2**30, "1073741824; allowed: integers from 1 to 40"),
+            ("attention.layer_norm_rms_epsilon", "text", "no config of its metadata|no model fits"),
+        ),
+    ],
+    "qwen2": [(with_ones("blk.1.attn_q.bias", H, 1), {}, r"attn_q.bias' is \[40, 1\], but")],
+    "gpt2": [
+        (with_ones("blk.0.ffn_down.weight", 52, H), {}, r"\[52, 40\], which makes \[40, 52\], but")
+    ],
+    "mamba": [
+        (with_ones("blk.0.ssm_conv1d.weight", 3, 80), {}, r"3, 80\], which makes \[3, 1, 80\], but")
+    ],
+    "qwen3_5": of_values(("rope.dimension_count", 2**31, INV_FREQ)),
+    "qwen3_5-moe": [(without(UP), {}, f"no tensor {UP}, for the model's .*experts of 6 experts")],
     "granitemoe": of_values(  # whose files with a shared expert have the name of those without
         ("expert_shared_feed_forward_length", 2, "no tensor for the model's .*shared_mlp"),
         ("expert_shared_count", 2, "granitemoe.expert_shared_count is known for other archit"),
@@ -126,7 +166,6 @@ REFUSED: dict[str, list[tuple[Change | None, dict[str, Any], str]]] = {
         ("expert_count", 4, "granite.expert_count is known for other architectures only"),
         ("attention.sliding_window", 4, "granite.attention.sliding_window is known for"),
         ("rope.dimension_count", "x", "no config of its metadata"),
-        ("attention.head_count", 0, "head_count = 0; allowed: integers"),
         ("rope.scaling.finetuned", False, "rope.scaling.finetuned is False; it must be True"),
     ),
     "olmo": [(with_ones("blk.1.attn_k.bias", 20), {}, "blk.1.attn_k.bias: .* writes another bias")],
@@ -141,9 +180,16 @@ REFUSED: dict[str, list[tuple[Change | None, dict[str, Any], str]]] = {
     [(case, *row) for case, rows in REFUSED.items() for row in rows],
 )
 def test_what_does_not_fit_is_named(
-    tmp_path: Path, case: str, change: Change | None, values: dict[str, Any], message: str
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    case: str,
+    change: Change | None,
+    values: dict[str, Any],
+    message: str,
 ) -> None:
+    """Before a tokenizer is made, which takes longer than the rest."""
     path = write_record(tmp_path / "bad.gguf", case, change or len, **values)
+    monkeypatch.setattr("torch_metalmm.files.gguf.load.tokenizer", pytest.fail)
     with pytest.raises(ValueError, match=message) as caught:
         load_gguf(path)
     assert str(path) in str(caught.value)

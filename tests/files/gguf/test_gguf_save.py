@@ -15,7 +15,7 @@ import transformers
 from converted_models import Tensors, write_record
 from converted_models import random_model as random_hf
 from gguf import GGMLQuantizationType, GGUFReader
-from gguf_files import ARCHITECTURES, fields_of, load_quietly, random_model
+from gguf_files import fields_of, load_quietly, random_model
 from mtp_models import FAMILIES, trunk
 
 from bench.models.families import new_model, sizes
@@ -62,17 +62,13 @@ def check_same_model(made: Path, source: Any, tokenizer: Any) -> None:
 @pytest.mark.parametrize(
     ("architecture", "tied"),
     [
-        *(("llama", True), ("llama", False), ("gemma2", True), ("lfm2", True)),
-        *(("qwen35", False), ("qwen35moe", True)),
+        *(("llama", True), ("llama", False), ("qwen35", False), ("qwen35moe", True)),
     ],
 )
 def test_a_saved_file_is_the_one_that_was_read(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, architecture: str, tied: bool
+    tmp_path: Path, architecture: str, tied: bool
 ) -> None:
     """Packed; test_converted.py has every architecture."""
-    if architecture.startswith("gemma"):  # whose heads are of 256 values; transformers assumes it
-        wide = ARCHITECTURES[architecture] | {"attention.key_length": 256}
-        monkeypatch.setitem(ARCHITECTURES, architecture, wide)
     path = random_model(tmp_path / "a.gguf", architecture, tied)
     model, tokenizer, _ = load_quietly(path)
     save_gguf(model, tokenizer, tmp_path / "b.gguf")

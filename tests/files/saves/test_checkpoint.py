@@ -68,9 +68,9 @@ def test_dtype_is_the_saved_one_or_the_one_asked_for(tmp_path: Path) -> None:
     assert loaded.dtype == torch.float32 and logits(loaded).dtype == torch.float32
 
 
-@pytest.mark.parametrize("architecture", ["llama", "gpt2", "gemma3", "qwen35", "bloom", "t5"])
+@pytest.mark.parametrize("architecture", ["llama", "gemma3", "qwen35", "t5"])
 def test_gguf_models_round_trip(tmp_path: Path, architecture: str) -> None:
-    path = random_model(tmp_path / "m.gguf", architecture, tied=architecture != "bloom")
+    path = random_model(tmp_path / "m.gguf", architecture)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # T5's: what is decoded, see test_gguf
         model, tokenizer = load_gguf(path)
