@@ -29,8 +29,8 @@ def test_the_strategies_are_those_of_the_engine(backend: Backend) -> None:
 def test_nothing_forks() -> None:
     """On a Mac a forked process may not use Apple's frameworks: it is killed, or hangs.
 
-    test_saves_strace.py runs on Linux only. The servers of support/models/ranks.py and of
-    support/forked.py start each process anew on a Mac, as spawn() of torch.multiprocessing does.
+    The servers of support/models/ranks.py and of support/forked.py start each process anew on a
+    Mac, as spawn() of torch.multiprocessing does.
     """
     forking = re.compile(
         r"os\.fork|preexec_fn|ProcessPoolExecutor|set_start_method|get_context\(\"fork"
@@ -39,7 +39,5 @@ def test_nothing_forks() -> None:
     folders = ("tests", "bench", "torch_metalmm")
     files = [f for folder in folders for f in (ROOT / folder).rglob("*.py") if f != Path(__file__)]
     assert files and not [
-        f
-        for f in files
-        if f.name not in ("test_saves_strace.py", "forked.py") and forking.search(f.read_text())
+        f for f in files if f.name != "forked.py" and forking.search(f.read_text())
     ]
