@@ -17,7 +17,6 @@ from format_cases import (
     GGUF_QUANTIZES,
     HALF_FIELDS,
     KINDS,
-    PACKED,
     UNIT_SCALE,
     digest_importance,
     digest_weights,
@@ -146,15 +145,6 @@ def test_quantize_equals_gguf(name, kind):
     assert np.array_equal(formats.get(name).quantize(w).numpy(), expected)
 
 
-@pytest.mark.parametrize("name", GGUF_QUANTIZES)
-def test_negative_zeros_quantize_as_zeros(name):
-    """Only the sign of a zero scale may differ: ggml's C code and gguf do not agree on it."""
-    f = formats.get(name)
-    w = weights("sparse") * torch.tensor([1.0, -1.0]).repeat(512)
-    assert bool(((w == 0) & w.signbit()).any())
-    assert torch.equal(f.dequantize(f.quantize(w), 1024), f.dequantize(f.quantize(w + 0.0), 1024))
-
-
 # Below 1e-30 a scale may have an infinite reciprocal, above 1e37 max - min overflows: gguf then
 # converts NaN and Inf to integers, whose result is the processor's.
 finite_floats = st.one_of(
@@ -189,27 +179,6 @@ def test_mxfp4_exponent_rounds_log2_as_ggml_near_powers_of_two():
 # ---- every format: edges and errors
 
 
-@pytest.mark.parametrize("name", PACKED)
-def test_zeros_stay_zero(name):
-    f = formats.get(name)
-    w = weights("normal", 3, 512)
-    w[1] = 0
-    w[2, :256] = 0
-    for sign in (1, -1):
-        back = f.dequantize(f.quantize(w * sign), 512)
-        assert bool((back[1] == 0).all()) and bool((back[2, :256] == 0).all())
-
-
-@pytest.mark.parametrize("name", PACKED)
-def test_narrow_sources_and_strides_give_the_bytes_of_their_f32_values(name):
-    f = formats.get(name)
-    for dtype in (torch.float16, torch.bfloat16):
-        w = weights("normal", 3, 512).to(dtype)
-        assert torch.equal(f.quantize(w), f.quantize(w.float()))
-    w = weights("normal", 512, 4)
-    assert torch.equal(f.quantize(w.t()), f.quantize(w.t().contiguous()))
-
-
 @pytest.mark.parametrize("name", ["f16", "q4_0", "q4_k", "q6_k", "iq4_xs", "affine5_g64"])
 def test_rows_do_not_depend_on_the_chunk_they_are_in(name, monkeypatch):
     f = formats.get(name)
@@ -222,17 +191,6 @@ def test_rows_do_not_depend_on_the_chunk_they_are_in(name, monkeypatch):
     assert f.quantize(w[:0]).shape == (0, f.row_bytes(512))
     assert f.dequantize(packed[:0], 512).shape == (0, 512)
     assert f.quantize(w[:, :0]).shape == f.dequantize(packed[:, :0], 0).shape == (7, 0)
-
-
-@pytest.mark.parametrize("name", [n for n in BLOCK if n in PACKED])
-def test_weights_beyond_the_scale_store_infinity_not_nan(name):
-    f = formats.get(name)
-    for size in (1e9, 1e14):
-        w = weights("normal", 2, 512).clamp(-0.05, 0.05) * 20 * size
-        blocks = f.quantize(w).reshape(-1, f.block_bytes)
-        for offset in HALF_FIELDS.get(name, ()):
-            scale = blocks[:, offset : offset + 2].contiguous().view(torch.float16)
-            assert not bool(scale.isnan().any()), (size, offset)
 
 
 def test_wrong_arguments_are_named():
