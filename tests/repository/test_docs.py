@@ -1,6 +1,6 @@
-"""What the pages of the repository point at exists: links, paths of files and folders.
+"""The files and folders that the pages of the repository name exist.
 
-The site, which has all pages, is not built with an anchor that is not there.
+The site, which has all pages, is not built with a link or an anchor that leads nowhere.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ PAGES = sorted(
 PATH = re.compile(rf"(?<![\w./:-])(?:{'|'.join(ROOMS)})/[\w./*-]*(?:\{{[\w.,*-]+\}}[\w./*-]*)?")
 NAME = re.compile(rf"`((?!torch\.)[\w.*-]+\.(?:{'|'.join(SUFFIXES)}))`")
 NEW = re.compile(r"New file `[^`]+`")  # of an example
-LINK = re.compile(r"\]\(([^)\s]+)\)")
+LINK = re.compile(r"\]\([^)\s]+\)")
 
 
 def spelled_out(path: str) -> Iterator[str]:
@@ -37,18 +37,11 @@ def spelled_out(path: str) -> Iterator[str]:
         yield from spelled_out(found[1] + choice + found[3])
 
 
-def leads(link: str, page: Path) -> bool:
-    """Whether a link of a page is one to elsewhere or within, or its file is there."""
-    return bool(re.match(r"\w+:|#", link)) or (page.parent / link.partition("#")[0]).exists()
-
-
 def missing(page: Path, root: Path) -> list[str]:
-    """What a page links to or names that is not in the tree at `root`."""
-    text = page.read_text("utf-8")
-    out = [link for link in LINK.findall(text) if not leads(link, page)]
-    text = NEW.sub("", LINK.sub("]", text))
+    """What a page names that is not in the tree at `root`."""
+    text = NEW.sub("", LINK.sub("]", page.read_text("utf-8")))
     paths = (one for found in PATH.findall(text) for one in spelled_out(found.rstrip(".-")))
-    out += [path for path in paths if not any(root.glob(path.rstrip("/")))]
+    out = [path for path in paths if not any(root.glob(path.rstrip("/")))]
     folders = [root.glob, *((root / room).rglob for room in ROOMS)]
     out += [name for name in NAME.findall(text) if not any(any(f(name)) for f in folders)]
     return out

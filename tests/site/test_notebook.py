@@ -3,20 +3,16 @@
 from __future__ import annotations
 
 import re
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
-from places import ROOT
 
 pytest.importorskip("ipykernel")
 pytest.importorskip("nbclient")
-nbformat: Any = pytest.importorskip("nbformat")
+pytest.importorskip("nbformat")
 pytest.importorskip("matplotlib")
 
-sys.path.insert(0, str(ROOT / "docs"))
-import hooks  # noqa: E402
 from run_notebook import digest, executed, read, texts, words  # noqa: E402
 
 # A path from the root of a file system, of two folders or more, or a home.
@@ -47,25 +43,3 @@ def test_it_does_what_it_is_for() -> None:
 def test_it_tells_nothing_of_a_machine() -> None:
     found = {cell.id: MACHINE.findall("\n".join(texts(cell))) for cell in of_code(read())}
     assert not {name: paths for name, paths in found.items() if paths}
-
-
-def test_its_page_has_its_cells_texts_and_pictures() -> None:
-    v4 = nbformat.v4
-    cell = v4.new_code_cell("1 + 1")
-    cell.outputs = [
-        v4.new_output("stream", name="stdout", text="a\nb\n"),
-        v4.new_output("execute_result", data={"text/plain": "2"}),
-        v4.new_output("display_data", data={"text/plain": "<x>", "image/png": "AAEC"}),
-    ]
-    notebook = v4.new_notebook(cells=[v4.new_markdown_cell("# A\n\nb"), cell])
-    page, pictures = hooks.as_markdown(nbformat.writes(notebook), "n")
-    assert page == (
-        "# A\n\nb\n\n```python\n1 + 1\n```\n\n```text\na\nb\n```\n\n```text\n2\n```\n\n"
-        "![Output of the cell above](n-1.png)"
-    )
-    assert pictures == {"n-1.png": bytes(range(3))}
-    cell.outputs = [v4.new_output("display_data", data={"text/html": "<b>"})]
-    with pytest.raises(ValueError, match="neither text nor PNG"):
-        hooks.as_markdown(nbformat.writes(notebook), "n")
-    link = hooks.outside_code("[a](guide/notebook.ipynb#b)", "docs/chat.md", "chat.md")
-    assert link == "[a](guide/notebook.md#b)"
