@@ -7,7 +7,6 @@ from typing import NamedTuple
 
 import pytest
 import torch
-from backends import Backend
 from inputs import random_weight
 from places import ROOT
 
@@ -85,7 +84,7 @@ def test_the_specification_has_the_formats_of_the_table() -> None:
     assert specification() == TABLE
 
 
-def test_rows_of_bytes_agree(backend: Backend) -> None:
+def test_rows_of_bytes_agree() -> None:
     """The ops' row_bytes and the specification's, for many K of each format."""
     for row in TABLE:
         assert formats.get(row.name).bits_per_weight == 8 * row.block_bytes / row.block_values
@@ -94,7 +93,7 @@ def test_rows_of_bytes_agree(backend: Backend) -> None:
             size = formats.get(row.name).row_bytes(k)
             unpadded = blocks * row.block_bytes
             assert size == (-(-unpadded // 16) * 16 if row.layout == "affine" else unpadded)
-            w = backend.put(random_weight(row.name, 1, k))
+            w = random_weight(row.name, 1, k)
             assert torch.ops.metalmm.dequantize(w, row.name, k).shape == (1, k)
             if formats.get(row.name).packs:
                 source = torch.zeros(1, k)

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from functools import reduce
+from collections.abc import Callable
+from functools import cache, reduce
 from pathlib import Path
 from typing import Any
 
@@ -66,10 +67,25 @@ WRITTEN = [
 ]
 
 
+Load = Callable[[str], tuple[Path, Any, Any, list[str]]]
+
+
+@pytest.fixture(scope="module")
+def load(tmp_path_factory: pytest.TempPathFactory) -> Load:
+    """load(case): the recorded file and what load_gguf makes of it, once."""
+    folder = tmp_path_factory.mktemp("converted")
+
+    @cache
+    def made(case: str) -> tuple[Path, Any, Any, list[str]]:
+        path = write_record(folder / f"{case}.gguf", case)
+        return path, *load_quietly(path)
+
+    return made
+
+
 @pytest.mark.parametrize("case", CASES)
-def test_converted_file_equals_transformers(tmp_path: Path, case: str) -> None:
-    path = write_record(tmp_path / "model.gguf", case)
-    loaded, _, warned = load_quietly(path)
+def test_converted_file_equals_transformers(load: Load, case: str) -> None:
+    path, loaded, _, warned = load(case)
     assert ["scale_decoder_outputs" in text for text in warned] == [True] * (case in SCALES)
     if case in SCALES:
         loaded.config.scale_decoder_outputs = SCALES[case]
@@ -108,10 +124,9 @@ def check_packed(case: str, loaded: Any, path: Path) -> None:
 
 
 @pytest.mark.parametrize("case", WRITTEN)
-def test_a_saved_file_is_the_converters(tmp_path: Path, case: str) -> None:
+def test_a_saved_file_is_the_converters(load: Load, tmp_path: Path, case: str) -> None:
     """Of the model, and of what is loaded from the file; but keys of a latent in another layout."""
-    path = write_record(tmp_path / "model.gguf", case)
-    loaded, tokenizer, _ = load_quietly(path)
+    path, loaded, tokenizer, _ = load(case)
     for number, model in enumerate((random_model(case), loaded)):
         saved = tmp_path / f"{number}.gguf"
         model.generation_config.eos_token_id = tokenizer.eos_token_id
