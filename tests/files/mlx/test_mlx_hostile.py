@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import json
-import shutil
 from pathlib import Path
 from typing import Any
 
 import pytest
+import spoiled_folders
 import torch
 from hf_models import random_model
 from spoiled_folders import UP, Spoil, both, config, raw, refused, tensor, up
@@ -27,9 +27,7 @@ def good(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-@pytest.fixture
-def folder(good: Path, tmp_path: Path) -> Path:
-    return Path(shutil.copytree(good, tmp_path / "model"))
+folder = spoiled_folders.folder  # a copy of `good`
 
 
 def quantization(**changes: Any) -> Spoil:

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import shutil
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
-from quantized_files import change_config, layouts, write
+from quantized_files import Tensors, change_config, layouts, random_layer, write
+from safetensors.torch import load_file, save_file
 from spoiled_folders import Spoil, both, config, quant, raw, refused, up
-from spoiled_quantized import copied, every, grouped, of_other_names, rename, tied_head, weights
+from torch import Tensor
 
 from torch_metalmm import load_quantized
 
@@ -21,6 +24,44 @@ def good(tmp_path_factory: pytest.TempPathFactory) -> Path:
     for name, layout in layouts(4, 64).items():
         write(root / name, layout, 4, 64, symmetric=name == "compressed-tensors")
     return root
+
+
+def changed(change: Callable[[Tensors], Tensors]) -> Spoil:
+    def apply(folder: Path) -> None:
+        file = folder / "model.safetensors"
+        save_file({n: t.contiguous() for n, t in change(load_file(file)).items()}, file)
+
+    return apply
+
+
+def rename(old: str, new: str) -> Spoil:
+    return changed(lambda tensors: {n.replace(old, new): t for n, t in tensors.items()})
+
+
+def every(leaf: str, f: Callable[[Tensor], Tensor]) -> Spoil:
+    """Replace this tensor of every layer."""
+    return changed(lambda ts: {n: f(t) if n.endswith(leaf) else t for n, t in ts.items()})
+
+
+def tied_head() -> Spoil:
+    """A quantized head [320, 256] of a model whose head is its embedding."""
+    head = layouts(4, 64)["gptq"].tensors(random_layer(320, 256, 4, 64))
+    own = {f"lm_head.{leaf}": t for leaf, t in head.items()}
+    return both(changed(lambda tensors: tensors | own), config(tie_word_embeddings=True))
+
+
+def copied(*names: str) -> Spoil:
+    """Other files of the same weights."""
+    return lambda f: [shutil.copy(f / "model.safetensors", f / name) for name in names]
+
+
+def grouped(**changes: Any) -> Spoil:
+    return quant(config_groups={"group_0": {"weights": {"num_bits": 4}} | changes})
+
+
+def weights(**changes: Any) -> Spoil:
+    stated = {"num_bits": 4, "type": "int", "strategy": "group", "group_size": 64}
+    return grouped(weights=stated | changes)
 
 
 CASES: dict[str, tuple[str, Spoil, str]] = {
@@ -106,7 +147,7 @@ CASES: dict[str, tuple[str, Spoil, str]] = {
     ),
     "a tied head": (
         "gptq",
-        tied_head,
+        tied_head(),
         "lm_head is quantized, and has a dense weight too: model.embed_tokens.weight",
     ),
     "several files": (
@@ -116,7 +157,10 @@ CASES: dict[str, tuple[str, Spoil, str]] = {
     ),
     "several of other names": (
         "gptq",
-        of_other_names,
+        both(
+            copied("a.safetensors", "b.safetensors"),
+            lambda f: (f / "model.safetensors").unlink(),
+        ),
         r"has 2 \*.safetensors; no index names a.safetensors",
     ),
     "no layer": ("awq", rename("up_proj", "evil"), "the model has no layer .*mlp.evil"),
