@@ -104,9 +104,13 @@ def write_gguf(
     values: dict[str, Any] | None = None,
     extra: dict[str, Any] | None = None,
     tokenizer: bool = True,
+    **options: Any,
 ) -> Path:
-    """A GGUF file: tensors {name: (array or packed bytes, format)}, values without the prefix."""
-    writer = gguf.GGUFWriter(path, architecture)
+    """A GGUF file: tensors {name: (array or packed bytes, format)}, values without the prefix.
+
+    options: of the writer.
+    """
+    writer = gguf.GGUFWriter(path, architecture, **options)
     for key, value in (values or {}).items():
         _add_value(writer, f"{architecture}.{key}", value)
     for key, value in (extra or {}).items():
@@ -224,15 +228,9 @@ def split(
 ) -> list[Path]:
     """The file's model as the gguf package splits it, beside the file; the parts in order."""
     target = path.with_name(f"{path.stem}-split.gguf")
-    writer = gguf.GGUFWriter(
-        target, architecture, split_max_tensors=tensors_each, small_first_shard=empty_first
-    )
-    for key, value in ARCHITECTURES[architecture].items():
-        _add_value(writer, f"{architecture}.{key}", value)
-    _add_tokenizer(writer, architecture)
-    for name, (data, format) in tensors_of(path):
-        writer.add_tensor(name, data, raw_dtype=gguf.GGMLQuantizationType[format.upper()])
-    finish(writer, target)
+    options = {"split_max_tensors": tensors_each, "small_first_shard": empty_first}
+    values, tensors = ARCHITECTURES[architecture], dict(tensors_of(path))
+    write_gguf(target, architecture, tensors, values, **options)
     return sorted(path.parent.glob(f"{path.stem}-split-*.gguf"))
 
 

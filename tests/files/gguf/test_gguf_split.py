@@ -192,10 +192,7 @@ def test_a_part_that_is_truncated_while_open(parts: list[Path]) -> None:
         file.packed(last.name)
 
 
-def test_folders_of_no_model_and_of_two(whole: Path, parts: list[Path], tmp_path: Path) -> None:
-    (tmp_path / "empty").mkdir()
-    with pytest.raises(IsADirectoryError, match="is a folder without GGUF files"):
-        load_gguf(tmp_path / "empty")
+def test_a_folder_of_two_models(whole: Path, parts: list[Path]) -> None:
     (parts[0].parent / "other.gguf").write_bytes(whole.read_bytes())
     message = r"has 2 GGUF models; give the path of one: other.gguf, tiny-split-00001-of-00003.gguf"
     with pytest.raises(ValueError, match=message):
