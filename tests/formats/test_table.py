@@ -9,6 +9,7 @@ import pytest
 import torch
 from inputs import random_weight
 from places import ROOT
+from plan_cases import format_rows
 
 from torch_metalmm import _C, formats
 from torch_metalmm.tools.format_table import markdown
@@ -26,27 +27,25 @@ class Row(NamedTuple):
     block_bytes: int
 
 
-def table(text: str) -> list[Row]:
-    """The formats of a formats.def, affine rows expanded by group and type of the scales."""
+def table() -> list[Row]:
+    """The formats of formats.def, affine rows expanded by group and type of the scales."""
     rows = []
-    for kind, name, rest in re.findall(r"^MM_([A-Z]+)\s*\((\w+),([^)]*)\)", text, re.M):
-        sizes = [int(v) for v in rest.split(",")[1:]]
+    for name, (kind, numbers) in format_rows().items():
         if kind == "DENSE":
-            rows.append(Row(name, "dense", 1, sizes[0]))
+            rows.append(Row(name, "dense", 1, numbers[0]))
         elif kind == "BLOCK":
-            rows.append(Row(name, "block", sizes[0], sizes[1]))
+            rows.append(Row(name, "block", *numbers[:2]))
         else:
             assert kind == "AFFINE", kind
             rows += [
-                Row(f"{name}_g{group}{suffix}", "affine", group, group * sizes[0] // 8 + 2 * size)
+                Row(f"{name}_g{group}{suffix}", "affine", group, group * numbers[0] // 8 + 2 * size)
                 for group in GROUPS
                 for suffix, size in SCALES.items()
             ]
     return rows
 
 
-TEXT = (ROOT / "metal" / "formats.def").read_text()
-TABLE = table(TEXT)
+TABLE = table()
 
 
 def native() -> list[Row]:
@@ -66,8 +65,8 @@ def specification() -> list[Row]:
 
 def test_the_table_is_read_whole() -> None:
     """Every line that begins with MM_ is a row, an affine one of every group and type of scales."""
-    rows = re.findall(r"^MM_", TEXT, re.M)
-    affine = re.findall(r"^MM_AFFINE", TEXT, re.M)
+    text = (ROOT / "metal" / "formats.def").read_text()
+    rows, affine = (re.findall(rf"^MM_{kind}", text, re.M) for kind in ("", "AFFINE"))
     assert len(TABLE) == len(rows) + len(affine) * (len(GROUPS) * len(SCALES) - 1)
     assert len({r.name for r in TABLE}) == len(TABLE)
 

@@ -7,8 +7,7 @@ import sys
 from collections.abc import Callable
 
 import pytest
-from host_compiler import COMPILER
-from places import ROOT, TESTS
+from places import COMPILER, ROOT, TESTS
 
 from torch_metalmm import _C
 

@@ -17,10 +17,10 @@ import pytest
 import torch
 from backends import ONE_OF_EACH, Backend
 from forked import forked
-from host_compiler import COMPILER
 from inputs import activations, random_weight
 from op_calls import op_calls
 from oracle import DTYPES, FORMATS, check, spec
+from places import COMPILER
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 

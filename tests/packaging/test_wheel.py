@@ -10,8 +10,7 @@ import zipfile
 from pathlib import Path
 
 import pytest
-from host_compiler import COMPILER
-from places import ROOT
+from places import COMPILER, ROOT
 
 sys.path.insert(0, str(ROOT / "cmake"))
 import make_wheel  # noqa: E402

@@ -11,8 +11,7 @@ from typing import NamedTuple
 
 import pytest
 import torch
-from host_compiler import COMPILER
-from places import ROOT
+from places import COMPILER, ROOT
 
 from torch_metalmm import testing
 from torch_metalmm.msl.entries import shaders

@@ -1,12 +1,16 @@
-"""Where the repository and its tests lie."""
+"""Where the repository, its tests and a compiler lie."""
 
 from __future__ import annotations
 
+import os
+import shlex
 from importlib.metadata import distribution
 from pathlib import Path
 
 TESTS = Path(__file__).parents[1]
 ROOT = TESTS.parent
+# For programs of this machine; several words may be given: ccache g++.
+COMPILER = shlex.split(os.environ.get("CXX", "c++"))
 
 
 def mlx_include() -> Path:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from functools import cache
 from typing import Any
 
 from places import ROOT
@@ -31,33 +32,33 @@ def strategy_rows() -> dict[str, str]:
     return dict(re.findall(r"^MM_STRATEGY\((\w+),\s*(\w+)", text, re.M))
 
 
+@cache
+def format_rows() -> dict[str, tuple[str, list[int]]]:
+    """{name: (DENSE, BLOCK or AFFINE, the numbers behind its struct)} of formats.def."""
+    text = (ROOT / "metal" / "formats.def").read_text()
+    rows = re.findall(r"^MM_([A-Z]+) *\((\w+), *\w+,([^)]*)\)", text, re.M)
+    return {name: (kind, [int(n) for n in numbers.split(",")]) for kind, name, numbers in rows}
+
+
 def codecs() -> list[str]:
     """The names of formats.def: of an affine row without group and type of scales."""
-    text = (ROOT / "metal" / "formats.def").read_text()
-    return re.findall(r"^MM_(?:DENSE|BLOCK|AFFINE)\s*\((\w+)", text, re.M)
+    return list(format_rows())
 
 
 def pieces() -> dict[str, int]:
     """{name of formats.def: values of K that a lane of gemv takes at a step}."""
-    return _column({"DENSE": 2, "BLOCK": 4, "AFFINE": 2})
+    return {n: row[3 if kind == "BLOCK" else 1] for n, (kind, row) in format_rows().items()}
 
 
 def weaves() -> dict[str, int]:
     """{block format of formats.def: values among which runs of neighbouring pieces interleave}."""
-    return _column({"BLOCK": 5})
-
-
-def _column(behind: dict[str, int]) -> dict[str, int]:
-    """{name: a number of its row}. behind: how many columns behind the name, by the kind of row."""
-    text = (ROOT / "metal" / "formats.def").read_text()
-    rows = re.findall(rf"^MM_({'|'.join(behind)}) *\((\w+),(.*)\)$", text, re.M)
-    return {name: int(row.split(",")[behind[kind]]) for kind, name, row in rows if row[0] == " "}
+    return {n: row[4] for n, (kind, row) in format_rows().items() if kind == "BLOCK"}
 
 
 def stored() -> list[str]:
     """The formats that a shader quantizes."""
-    text = (ROOT / "metal" / "formats.def").read_text()
-    return re.findall(r"^MM_(?:DENSE \((?=.*)|BLOCK \((?=.*, 1\)$))(\w+)", text, re.M)
+    rows = format_rows().items()
+    return [n for n, (kind, row) in rows if kind == "DENSE" or (kind == "BLOCK" and row[-1])]
 
 
 def formats_of(strategy: str) -> list[str]:
