@@ -28,6 +28,7 @@ def mlx_weights() -> Tensor:
     return torch.cat([weights(kind, 1, 512) for kind in KINDS if kind != "vanishing"])
 
 
+@pytest.mark.quick
 @pytest.mark.parametrize("name", AFFINE)
 def test_equals_mlx(name):
     f = formats.get(name)

@@ -216,8 +216,6 @@ def test_layers_of_their_own_sizes(tmp_path: Path) -> None:
     eight = load_file(tmp_path / "8" / "model.safetensors")
     mixed |= {name: t for name, t in eight.items() if name.startswith(up)}
     save_file(mixed, tmp_path / "model.safetensors")
-    with pytest.raises(ValueError, match=r"up_proj: the config says bits 4, its tensors have 8"):
-        load_quantized(tmp_path)
     config = layouts(4, 128)["gptq"].config | {"dynamic": {f"+:{up}": {"bits": 8}}}
     change_config(tmp_path, quantization_config=config)
     model, _ = load_quantized(tmp_path)
@@ -231,9 +229,6 @@ def test_groups_of_several_sizes(tmp_path: Path) -> None:
     write(tmp_path, layout, 4, 64)
     groups = layout.config["config_groups"]
     others = {"group_1": {"weights": {"num_bits": 8, "strategy": "channel"}}}
-    change_config(tmp_path, quantization_config=layout.config | {"config_groups": others})
-    with pytest.raises(ValueError, match="says num_bits 8, strategy channel; its tensors have 4"):
-        load_quantized(tmp_path)
     both = layout.config | {"config_groups": others | groups}
     change_config(tmp_path, quantization_config=both)
     formats = {format for format, _ in packed_bytes(load_quantized(tmp_path)[0]).values()}
