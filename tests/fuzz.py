@@ -80,9 +80,9 @@ def main() -> int:
                 print(f"case {number}: {type(error).__name__}: {error}", flush=True)
             if done % CHUNK == 0 or done == given.count:
                 minutes = (time.process_time() - began) / 60
+                bound = f"largest error / bound {worst:.3f}, " if worst else ""
                 print(
-                    f"{done} cases: {failed} failed, largest error / bound {worst:.3f}, "
-                    f"{minutes:.1f} minutes of a processor",
+                    f"{done} cases: {failed} failed, {bound}{minutes:.1f} minutes of a processor",
                     flush=True,
                 )
     return min(failed, 1)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import re
 import subprocess
 import sys
@@ -116,8 +117,10 @@ def test_demo_model_equals_transformers(smollm: tuple[Any, Any]) -> None:
     model, tokenizer = smollm
     text = "The history of Paris begins more than two thousand years ago, when a tribe settled. "
     ids = tokenizer(text, return_tensors="pt").input_ids
-    reference = transformers.AutoModelForCausalLM.from_pretrained(
-        demo_model().parent, gguf_file=demo_model().name, dtype=torch.float32
+    config = copy.deepcopy(model.config)  # else transformers reads the vocabulary once more
+    del config.quantization_config
+    reference = transformers.LlamaForCausalLM.from_pretrained(
+        demo_model().parent, gguf_file=demo_model().name, dtype=torch.float32, config=config
     )
     greedy = {"max_new_tokens": 8, "do_sample": False, "eos_token_id": None, "pad_token_id": 2}
     with torch.inference_mode():
