@@ -1,7 +1,7 @@
 // The dot kernels of one instruction set, by the codecs' own order: included by isa.cpp.
 #pragma once
 
-#include "codecs/block.h"
+#include "codecs/codec.h"
 
 namespace metalmm::cpu::MM_ISA {
 
@@ -108,9 +108,8 @@ struct Dot {
     for (int64_t b = 0; b < blocks; ++b) {
 #pragma GCC unroll 4
       for (int r = 0; r < kRows; ++r) {
-        for (int i = 0; i < Codec::kBlockBytes; i += 64) {
-          stream.fetch(p[r], b * Codec::kBlockBytes + i + kPrefetchBytes);
-        }
+        const int bytes = Codec::block_bytes(row[r]);
+        for (int i = 0; i < bytes; i += 64) stream.fetch(p[r], b * bytes + i + kPrefetchBytes);
         Codec::open(row[r], b, open[r]);
       }
       multiply_block(open, a.x + b * Codec::kBlockValues * kM, acc);

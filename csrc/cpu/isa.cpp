@@ -1,13 +1,27 @@
 // The kernels of one instruction set. Compiled once per set, which MM_ISA names, and once per part
-// of the codecs, which MM_PART numbers: the parts of a set are compiled side by side. Without
-// MM_PART it is the whole set.
+// of the codecs, which MM_PART numbers: the codecs of the headers that a part includes, so that an
+// edit of one compiles no other. Without MM_PART it is the whole set.
+#ifdef MM_PART
+#define MM_HAS(part) (MM_PART == part)
+#else
+#define MM_HAS(part) 1
+#endif
+
+#if MM_HAS(0)
 #include "attention/softmax.h"
 #include "codecs/block.h"
-#include "codecs/bytes.h"
+#include "int8/codecs_block.h"
+#endif
+#if MM_HAS(1)
+#include "int8/codecs_k.h"
+#include "steps/k.h"
+#endif
+#if MM_HAS(2)
 #include "codecs/grid.h"
-#include "codecs/k.h"
-#include "codecs/plane.h"
-#include "dot.h"
+#endif
+#if MM_HAS(3)
+#include "steps/affine.h"
+#endif
 #include "kernels.h"
 #include "steps/bytes.h"
 #include "steps/dot.h"
@@ -78,6 +92,110 @@ template <class Codec, int kM>
 constexpr DotKernel kDot = dot_decoded<Codec, kM>;
 #endif
 
+template <class Codec, int... i>
+constexpr StepKernels step_kernels(Indices<i...>) {
+#if defined(__AVX512F__)
+  if constexpr (Steps<Codec>::kValues > 0) {
+    return {Steps<Codec>::kValues,
+            kStepFloats<Codec>,
+            {StepDot<Codec, step_rows(kDotRows[i]), kDotRows[i]>::run...},
+            arrange<Codec>};
+  }
+#elif defined(MM_BYTE_STEPS)
+  if constexpr (kHasByteSteps<Codec>) {
+    using S = ByteSteps<Codec>;
+    return {Codec::kBlockValues,
+            S::kFloats,
+            {ByteDot<Codec, byte_rows(kDotRows[i]), kDotRows[i]>::run...},
+            arrange_bytes<Codec>};
+  }
+#endif
+  return {};
+}
+
+// The kernels of all formats of bytes of a block length, told which one it is.
+template <class Codec>
+MM_INLINE Weight of_bytes(Weight w) {
+  static constexpr ByteFormat kFormat{Codec::kBlockBytes, Codec::open};
+  w.layout.bytes = &kFormat;
+  return w;
+}
+template <class Codec, int kM>
+void dot_bytes(const DotArgs& given) {
+  DotArgs a = given;
+  a.weight = of_bytes<Codec>(given.weight);
+  kDot<ByteCodes<Codec::kBlockValues>, kM>(a);
+}
+template <class Codec, class T>
+void decode_bytes(const Weight& w, int64_t n, int64_t first, int64_t last, T* out) {
+  decode<ByteCodes<Codec::kBlockValues>>(of_bytes<Codec>(w), n, first, last, out);
+}
+
+template <class Codec, int... i>
+constexpr CodecKernels codec_kernels(Indices<i...>) {
+  if constexpr (Codec::kIsOfBytes) {
+    return {{dot_bytes<Codec, kDotRows[i]>...},
+            {},
+            decode_bytes<Codec, float>,
+            decode_bytes<Codec, uint16_t>};
+  } else {
+    return {{kDot<Codec, kDotRows[i]>...},
+            step_kernels<Codec>(UpTo<kNumStepKernels>::type{}),
+            decode<Codec, float>,
+            decode<Codec, uint16_t>};
+  }
+}
+
+// Whether the headers of the part have the codec.
+#define MM_BLOCK(name, Struct, ...) struct Struct;
+#include "metal/formats.def"
+template <class Codec, class = void>
+constexpr bool kIsHere = false;
+template <class Codec>
+constexpr bool kIsHere<Codec, decltype(void(sizeof(Codec)))> = true;
+#if defined(__AVX512VBMI__)  // the other codecs are those of avx512
+template <class Codec>
+constexpr bool kIsOfPart = false;
+template <>
+constexpr bool kIsOfPart<Affine5> = true;
+template <>
+constexpr bool kIsOfPart<Affine6> = true;
+#else
+template <class Codec>
+constexpr bool kIsOfPart = kIsHere<Codec>;
+#endif
+
+template <class Codec>
+constexpr CodecKernels kernels_of() {
+  if constexpr (kIsOfPart<Codec>) {
+    return codec_kernels<Codec>(UpTo<kNumDotKernels>::type{});
+  } else {
+    return {};
+  }
+}
+
+#define MM_JOIN_(a, b) a##b
+#define MM_JOIN(a, b) MM_JOIN_(a, b)
+#ifdef MM_PART
+#define MM_PART_NAME MM_JOIN(kPart, MM_PART)
+#else
+#define MM_PART_NAME kPart0
+#endif
+#if MM_HAS(3)
+#define MM_PLANES(name, Struct, ...) kernels_of<Struct>(),
+#else
+#define MM_PLANES(name, Struct, ...) CodecKernels{},
+#endif
+
+extern const IsaPart MM_PART_NAME;
+const IsaPart MM_PART_NAME = {{
+#define MM_DENSE MM_PLANES
+#define MM_AFFINE MM_PLANES
+#define MM_BLOCK(name, Struct, ...) kernels_of<Struct>(),
+#include "metal/formats.def"
+}};
+
+#if MM_HAS(0)
 // A tile of c: kTileRows rows of W by kPanels panels of kWidth rows of x.
 // Owner: one thread. Traffic: per k, kPanels loads of x and kTileRows broadcasts of w.
 // Needs: w decoded, x transposed into panels, both in the second-level cache.
@@ -113,84 +231,17 @@ void tile(const TileArgs& a) {
   }
 }
 
-// The indices of a table, so that each of its entries is made, and none stays null.
-template <int... i>
-struct Indices {};
-template <int n, int... i>
-struct UpTo : UpTo<n - 1, n - 1, i...> {};
-template <int... i>
-struct UpTo<0, i...> {
-  using type = Indices<i...>;
-};
-
-template <class Codec, int... i>
-constexpr StepKernels step_kernels(Indices<i...>) {
-#if defined(__AVX512F__)
-  if constexpr (Steps<Codec>::kValues > 0) {
-    return {Steps<Codec>::kValues,
-            kStepFloats<Codec>,
-            {StepDot<Codec, step_rows(kDotRows[i]), kDotRows[i]>::run...},
-            arrange<Codec>};
-  }
-#elif defined(MM_BYTE_STEPS)
-  if constexpr (kHasByteSteps<Codec>) {
-    using S = ByteSteps<Codec>;
-    return {Codec::kBlockValues,
-            S::kFloats,
-            {ByteDot<Codec, byte_rows(kDotRows[i]), kDotRows[i]>::run...},
-            arrange_bytes<Codec>};
-  }
+#ifdef MM_PART
+extern const IsaPart kPart1, kPart2, kPart3;
+#define MM_PARTS {&kPart0, &kPart1, &kPart2, &kPart3}
+#else
+#define MM_PARTS {&kPart0}
 #endif
-  return {};
-}
-
-template <class Codec, int... i>
-constexpr CodecKernels codec_kernels(Indices<i...>) {
-  return {{kDot<Codec, kDotRows[i]>...},
-          step_kernels<Codec>(typename UpTo<kNumStepKernels>::type{}),
-          decode<Codec, float>,
-          decode<Codec, uint16_t>};
-}
-
-// The kernels of a codec of this part, else none.
-template <class Codec, int part, int of>
-constexpr CodecKernels kernels_of_part() {
-  if constexpr (part == of) {
-    return codec_kernels<Codec>(typename UpTo<kNumDotKernels>::type{});
-  } else {
-    return {};
-  }
-}
-
-template <int part>
-constexpr IsaPart isa_part() {
-  return {{
-#define MM_FORMAT(name, Struct) kernels_of_part<Struct, part, part_of(Codec::Struct)>(),
-#include "metal/formats.def"
-  }};
-}
-
-extern const IsaPart kPart0, kPart1, kAffinePart;
-#if !defined(MM_PART) || MM_PART == 1
-const IsaPart kPart1 = isa_part<1>();
-#endif
-#if !defined(MM_PART) || MM_PART == 2
-const IsaPart kAffinePart = isa_part<kAffine>();
-#endif
-
-#if !defined(MM_PART) || MM_PART == 0
-const IsaPart kPart0 = isa_part<0>();
 
 template <int... i>
 constexpr IsaKernels kernels(const char* name, Indices<i...>) {
   static_assert(kPanelsPerTile <= kMaxPanels);
-  return {name,
-          kWidth,
-          kTileRows,
-          kPanelsPerTile,
-          {tile<i + 1>...},
-          kAttention,
-          {&kPart0, &kPart1, &kAffinePart}};
+  return {name, kWidth, kTileRows, kPanelsPerTile, {tile<i + 1>...}, kAttention, MM_PARTS};
 }
 
 #define MM_STRING_(x) #x
@@ -200,8 +251,10 @@ extern const IsaKernels kKernels;
 const IsaKernels kKernels = kernels(MM_STRING(MM_ISA), UpTo<kPanelsPerTile>::type{});
 #endif
 
+#ifndef MM_PART  // of a part not every struct is here
 #define MM_BLOCK(name, Struct, values, bytes, ...) \
   static_assert(Struct::kBlockValues == values && Struct::kBlockBytes == bytes, #name);
 #include "metal/formats.def"
+#endif
 
 }  // namespace metalmm::cpu::MM_ISA

@@ -67,11 +67,12 @@ const IsaKernels kKernels = [] {
 // without (Zen 5, one thread, W in the cache), at M = 4 1.05; the other 11 of 13 formats 0.93 to
 // 1.05. Formats of grids were not timed.
 namespace avx512vbmi {
-extern const IsaPart kAffinePart;
+extern const IsaPart kPart3;
 const IsaKernels kKernels = [] {
   IsaKernels k = avx512::kKernels;
   k.name = "avx512vbmi";
-  k.parts[kAffine] = &kAffinePart;
+  for (int i = kIsaParts; i > 0; --i) k.parts[i] = k.parts[i - 1];
+  k.parts[0] = &kPart3;
   return k;
 }();
 }  // namespace avx512vbmi

@@ -13,11 +13,23 @@ namespace metalmm::cpu {
 // f32 of every f16. Filled when the library is loaded, by code for the baseline instruction set.
 extern const float* const half_table;
 
-// The places of the planes of an affine row; unused by the other formats.
+// A block of codes of a byte each, with a scale for 16 of them.
+struct ByteBlock {
+  int8_t* q;
+  float* scale;
+};
+// A format whose blocks become such ones (codecs/bytes.h).
+struct ByteFormat {
+  int block_bytes;
+  void (*open)(const uint8_t* block, ByteBlock out);
+};
+
+// Where the planes of an affine row are; unused by the other formats.
 struct RowLayout {
-  int64_t scales_offset, biases_offset;
-  int group_shift;  // log2 of the chunks that share a scale
-  DType scale_type;
+  int64_t scales_offset = 0, biases_offset = 0;
+  int group_shift = 0;  // log2 of the chunks that share a scale
+  DType scale_type = DType::kF16;
+  const ByteFormat* bytes = nullptr;  // set by the kernels that formats of bytes share
 };
 
 struct Weight {
@@ -145,15 +157,12 @@ struct AttentionKernels {
   WeighKernel weigh[kNumWeighKernels];
 };
 
-// The kernels of a set are compiled in parts: affine formats are one, the others are dealt to two,
-// so that neighbours in metal/formats.def, which cost alike, are apart.
-constexpr int kAffine = 2, kIsaParts = 3;
-constexpr int part_of(Codec codec) {
-  return codec >= Codec::Affine2 ? kAffine : static_cast<int>(codec) % kAffine;
-}
+// The kernels of a set are compiled in parts, each of the codecs of some headers of codecs/
+// (isa.cpp).
 struct IsaPart {
-  CodecKernels codec[kNumCodecs];
+  CodecKernels codec[kNumCodecs];  // of other parts: without decode
 };
+constexpr int kIsaParts = 4;
 
 struct IsaKernels {
   const char* name;
@@ -162,9 +171,13 @@ struct IsaKernels {
   int panels;                   // panels per tile, at most kMaxPanels
   TileKernel tile[kMaxPanels];  // by panels - 1
   AttentionKernels attention;
-  const IsaPart* parts[kIsaParts];
+  const IsaPart*
+      parts[kIsaParts + 1];  // the first that has a codec, and one for another set to add
   const CodecKernels& of(Codec codec) const {
-    return parts[part_of(codec)]->codec[static_cast<int>(codec)];
+    const int i = static_cast<int>(codec);
+    const IsaPart* const* part = parts;
+    while ((*part)->codec[i].decode == nullptr) ++part;
+    return (*part)->codec[i];
   }
 };
 

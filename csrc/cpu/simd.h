@@ -19,7 +19,11 @@
 #include "half.h"
 #include "kernels.h"
 
+#if defined(__AVX2__) || defined(MM_NEON)
 #define MM_INLINE inline __attribute__((always_inline))
+#else  // not to be fast, but to compile soon
+#define MM_INLINE inline
+#endif
 
 namespace metalmm::cpu::MM_ISA {
 
@@ -30,6 +34,16 @@ constexpr int kWidth = 8;
 #else
 constexpr int kWidth = 4;
 #endif
+
+// The indices of a table, so that each of its entries is made, and none stays null.
+template <int... i>
+struct Indices {};
+template <int n, int... i>
+struct UpTo : UpTo<n - 1, n - 1, i...> {};
+template <int... i>
+struct UpTo<0, i...> {
+  using type = Indices<i...>;
+};
 
 // Compiler vectors: operators work lane by lane; contraction is off, so a * b + c rounds twice.
 typedef float F __attribute__((vector_size(4 * kWidth)));

@@ -1,21 +1,29 @@
 // GGML blocks whose codes open() turns into a byte each, with a scale per 16 values: ternary ones,
-// nvfp4, and those of grids (grid.h). The contract is in block.h. The bytes of a block stay in the
-// first-level cache, and every vector of values is a load, a conversion and a product.
+// nvfp4, and those of grids (grid.h). The bytes of a block stay in the first-level cache, and every
+// vector of values is a load, a conversion and a product. Such a format is a struct of
+//   open(block, ByteBlock)   the codes and scales of a block
+// and all of a block length share the kernels of ByteCodes, which are given a ByteFormat.
 #pragma once
 
-#include "block.h"
+#include "codec.h"
 
 namespace metalmm::cpu::MM_ISA {
 
-// open() of a block is a call: inlined for every row of every kernel, it triples the compilation.
-#define MM_ONCE __attribute__((noinline))
-
-template <int kValues, int kBytes>
-struct ByteCodes : BlockCodec<kValues, kBytes> {
+template <int kValues>
+struct ByteCodes : BlockCodec<kValues, 0> {  // of so many bytes as the format says
+  struct Row {
+    const uint8_t* p;
+    const ByteFormat* format;
+  };
   struct Block {
     int8_t q[kValues];
     float scale[kValues / 16];
   };
+  static MM_INLINE Row row(const uint8_t* p, const RowLayout& l) { return {p, l.bytes}; }
+  static MM_INLINE int block_bytes(const Row& row) { return row.format->block_bytes; }
+  static MM_INLINE void open(const Row& row, int64_t block, Block& k) {
+    row.format->open(row.p + block * block_bytes(row), {k.q, k.scale});
+  }
   template <int kVector>
   static MM_INLINE F get(const Block& k, int chunk) {
     constexpr int kFirst = kVector * kWidth;
@@ -24,11 +32,15 @@ struct ByteCodes : BlockCodec<kValues, kBytes> {
   }
 };
 
+template <int kValues, int kBytes>
+struct OfBytes : BlockCodec<kValues, kBytes> {
+  static constexpr bool kIsOfBytes = true;
+};
+
 template <int kBytes>
-struct TernaryBlock : ByteCodes<256, kBytes> {
-  using Block = typename ByteCodes<256, kBytes>::Block;
-  static MM_INLINE void scale_all(Block& k, float d) {
-    for (float& scale : k.scale) scale = d;
+struct TernaryBlock : OfBytes<256, kBytes> {
+  static MM_INLINE void scale_all(ByteBlock k, float d) {
+    for (int i = 0; i < 16; ++i) k.scale[i] = d;
   }
 };
 
@@ -45,10 +57,9 @@ struct TQ1_0 : TernaryBlock<54> {
     }
     return out;
   }
-  static MM_ONCE void open(Row row, int64_t block, Block& k) {
+  static void open(const uint8_t* b, ByteBlock k) {
     typedef uint8_t Half __attribute__((vector_size(16)));
     typedef uint8_t Four __attribute__((vector_size(4)));
-    const uint8_t* b = at(row, block);
     int8_t* q = digits<Bytes, 5>(b, k.q);
     q = digits<Half, 5>(b + 32, q);
     digits<Four, 4>(b + 48, q);
@@ -58,8 +69,7 @@ struct TQ1_0 : TernaryBlock<54> {
 
 // d (q - 1): two bits a code; bits [2t, 2t + 2) of byte 32n + l are value 128n + 32t + l.
 struct TQ2_0 : TernaryBlock<66> {
-  static MM_ONCE void open(Row row, int64_t block, Block& k) {
-    const uint8_t* b = at(row, block);
+  static void open(const uint8_t* b, ByteBlock k) {
     for (int chunk = 0; chunk < 8; ++chunk) {
       const Bytes q = (load_bytes(b + chunk / 4 * 32) >> chunk % 4 * 2 & 3) - 1;
       std::memcpy(k.q + chunk * kChunkValues, &q, sizeof q);
@@ -70,7 +80,7 @@ struct TQ2_0 : TernaryBlock<66> {
 
 // s / 2 times a doubled FP4 value: s e4m3 of 16 values, its sign ignored, 0x7F being 0. Byte j of
 // the 8 of an s: value j (low nibble) and j + 8.
-struct NVFP4 : ByteCodes<64, 36> {
+struct NVFP4 : OfBytes<64, 36> {
   static MM_INLINE float scale(uint8_t s) {
     const int exponent = s >> 3 & 15, mantissa = s & 7;
     const int units = exponent ? (8 + mantissa) << (exponent - 1) : mantissa;
@@ -83,9 +93,8 @@ struct NVFP4 : ByteCodes<64, 36> {
     typedef uint64_t Longs __attribute__((vector_size(kChunkValues)));
     return reinterpret_cast<Bytes>(load_as<Longs>(both) >> Longs{0, 4, 0, 4}) & 15;
   }
-  static MM_ONCE void open(Row row, int64_t block, Block& k) {
+  static void open(const uint8_t* b, ByteBlock k) {
     static constexpr ByteTable kTable = byte_table(kFP4Doubled, 0);
-    const uint8_t* b = at(row, block);
     for (int g = 0; g < 4; ++g) k.scale[g] = scale(b[g]);
     for (int chunk = 0; chunk < 2; ++chunk) {
       const Bytes q = look_up(kTable.entry, nibbles_of(b + 4 + 16 * chunk));

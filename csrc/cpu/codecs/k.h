@@ -1,9 +1,9 @@
-// GGML blocks of 256 values: decode to f32 vectors. The contract is in block.h.
+// GGML blocks of 256 values: decode to f32 vectors. The contract is in codec.h.
 // open() turns the packed scales of a block into f32 once; they stay in the first-level
 // cache.
 #pragma once
 
-#include "block.h"
+#include "codec.h"
 
 namespace metalmm::cpu::MM_ISA {
 

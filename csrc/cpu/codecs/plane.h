@@ -1,8 +1,8 @@
 // Formats that are planes rather than blocks: affine codes | scales | biases, and dense values.
-// The contract is in block.h; a block here is one chunk of 32 values.
+// The contract is in codec.h; a block here is one chunk of 32 values.
 #pragma once
 
-#include "block.h"
+#include "codec.h"
 
 namespace metalmm::cpu::MM_ISA {
 
@@ -145,10 +145,7 @@ struct AffineRow {
 
 // scale * code + bias
 template <int kBits>
-struct Affine {
-  static constexpr int kTailValueBytes = 0;
-  static constexpr int kBlockValues = kChunkValues;
-  static constexpr int kBlockBytes = kChunkValues * kBits / 8;
+struct Affine : BlockCodec<kChunkValues, kChunkValues * kBits / 8> {
   static constexpr int kMask = (1 << kBits) - 1;
   using Row = AffineRow;
   struct Block {
@@ -171,7 +168,7 @@ struct Affine {
     return set1(load_as<float>(plane + 4 * group));
   }
   static MM_INLINE void open(const Row& row, int64_t chunk, Block& k) {
-    k.codes = row.codes + chunk * kBlockBytes;
+    k.codes = row.codes + chunk * Affine::kBlockBytes;
     const int64_t group = chunk >> row.group_shift;
     if (group << row.group_shift != chunk) return;
     k.scale = parameter(row.scales, group, row.type);

@@ -1,43 +1,15 @@
-// GGML blocks of 32 values as integer codes.
-//
-// Integers<Codec>, for a codec of cpu/codecs/, is a struct of static functions:
-//   kKind   what the format needs of a kernel
-//   Block   what is computed once per block;  void open(const Codec::Row&, int64_t block, Block&),
-//           which may keep what the block before left there
-//   codes(block, chunk)          the chunk's codes, a byte each, in the order of the values
-//   scales(block), mins(block)   of the groups of the block
-// A format without a specialisation has no integer codes: its products are exact.
+// GGML blocks of 32 values as integer codes. The contract is in codes.h.
 #pragma once
 
+#include "codes.h"
 #include "cpu/codecs/block.h"
-#include "vectors.h"
 
 namespace metalmm::cpu::MM_ISA {
 
-template <class Codec>
-struct Integers {
-  static constexpr int8::Kind kKind{};
-};
-
-MM_INLINE float half_value(const uint8_t* p) {
-#if defined(__AVX2__)
-  return half_table[load_as<uint16_t>(p)];
-#else
-  return half_to_float(p);
-#endif
-}
-
-constexpr int kIQ4Offset = 128, kFP4Offset = 12;
+constexpr int kFP4Offset = 12;
 inline constexpr ByteTable kFP4Bytes = byte_table(kFP4Doubled, kFP4Offset);
 
-// The levels of IQ4 by nibbles, 128 added: by an instruction of its own where products take it off.
-MM_INLINE Bytes iq4_levels(const uint8_t* p) {
-  constexpr int kInTable = kWideCosts ? 0 : kIQ4Offset;
-  static constexpr ByteTable kLevels = byte_table(kIQ4Levels, kInTable);
-  return look_up(kLevels.entry, nibble_bytes(p)) ^ static_cast<uint8_t>(kInTable ^ kIQ4Offset);
-}
-
-// The fields of a block of 32 values: a scale, a minimum or none, and where the codes are.
+// What the formats of 32 values have: a scale, a minimum or none, and where the codes are.
 struct ScaledBlock {
   float d, m;
   const uint8_t* b;

@@ -1,8 +1,8 @@
-// GGML blocks of 256 values as integer codes. The contract is in codecs_block.h; the scales are
+// GGML blocks of 256 values as integer codes. The contract is in codes.h; the scales are
 // those of the codecs of f32.
 #pragma once
 
-#include "codecs_block.h"
+#include "codes.h"
 #include "cpu/codecs/k.h"
 
 namespace metalmm::cpu::MM_ISA {

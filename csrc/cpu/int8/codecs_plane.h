@@ -1,7 +1,7 @@
-// Affine rows as integer codes. The contract is in codecs_block.h; a block is one chunk.
+// Affine rows as integer codes. The contract is in codes.h; a block is one chunk.
 #pragma once
 
-#include "codecs_block.h"
+#include "codes.h"
 #include "cpu/codecs/plane.h"
 
 namespace metalmm::cpu::MM_ISA {

@@ -1,4 +1,5 @@
 // The int8 kernels of one instruction set. Compiled once per set; MM_ISA names it.
+#include "codecs_block.h"
 #include "codecs_plane.h"
 #include "cpu/codecs/grid.h"
 #include "gemv.h"
@@ -125,30 +126,20 @@ constexpr int kBatchedRows[] = {6}, kGemmRows[] = {12, 6};
 constexpr int kGemvRows = 2, kNarrowRows = 4;
 constexpr int kBatchedRows[] = {4, 2}, kGemmRows[] = {4, 2};
 #elif !defined(MM_NEON)  // not to be fast, but to compile soon
-constexpr int kGemvRows = 2, kNarrowRows = 2;
-constexpr int kBatchedRows[] = {2}, kGemmRows[] = {2};
+constexpr int kGemvRows = 1, kNarrowRows = 1;
+constexpr int kBatchedRows[] = {1}, kGemmRows[] = {1};
 #else
 constexpr int kGemvRows = 4, kNarrowRows = 4;
 constexpr int kBatchedRows[] = {4, 4, 2, 2}, kGemmRows[] = {4, 4};
 #endif
 constexpr int kBatchedPanels = sizeof kBatchedRows / sizeof *kBatchedRows;
 // Rows of W of a gemv for m rows of x.
-constexpr int gemv_rows(int m) { return m == 1 ? kGemvRows : 2; }
+constexpr int gemv_rows(int m) { return m == 1 || kGemvRows < 2 ? kGemvRows : 2; }
 constexpr int kGemmPanels = sizeof kGemmRows / sizeof *kGemmRows;
 static_assert(kBatchedPanels <= int8::kMaxPanels && kGemmPanels <= int8::kMaxPanels);
 
-// The counterparts of Indices and UpTo in isa.cpp.
-template <int... i>
-struct Numbers {};
-template <int n, int... i>
-struct NumbersTo : NumbersTo<n - 1, n - 1, i...> {};
-template <int... i>
-struct NumbersTo<0, i...> {
-  using type = Numbers<i...>;
-};
-
 template <int kSub, bool kMin, bool kWide, int... b, int... g>
-constexpr int8::KindKernels kind_kernels(Numbers<b...>, Numbers<g...>) {
+constexpr int8::KindKernels kind_kernels(Indices<b...>, Indices<g...>) {
   constexpr CodeRange range = range_of(kWide, kMin);
   constexpr int n = kVectorBytes;
   using int8::kBatchedSpan, int8::kGemmSpan;
@@ -166,7 +157,7 @@ constexpr int8::KindKernels kind_kernels(Numbers<b...>, Numbers<g...>) {
 template <int index>
 constexpr int8::KindKernels kind_kernels() {
   return kind_kernels<index & 1 ? 16 : 32, (index & 2) != 0, (index & 4) != 0>(
-      NumbersTo<kBatchedPanels>::type{}, NumbersTo<kGemmPanels>::type{});
+      UpTo<kBatchedPanels>::type{}, UpTo<kGemmPanels>::type{});
 }
 
 template <class Codec, int kParts, int kM>
@@ -185,7 +176,7 @@ constexpr int8::CodecKernels codec_kernels() {
 }
 
 template <int... i>
-constexpr int8::Kernels int8_kernels(Numbers<i...>) {
+constexpr int8::Kernels int8_kernels(Indices<i...>) {
   return {{kGemvBytes, int8::kBatchedSpan},
           {kVectorBytes, int8::kBatchedSpan},
           {kVectorBytes, int8::kGemmSpan},
@@ -199,6 +190,6 @@ constexpr int8::Kernels int8_kernels(Numbers<i...>) {
 }
 
 extern const int8::Kernels kInt8Kernels;
-const int8::Kernels kInt8Kernels = int8_kernels(NumbersTo<int8::kNumKinds>::type{});
+const int8::Kernels kInt8Kernels = int8_kernels(UpTo<int8::kNumKinds>::type{});
 
 }  // namespace metalmm::cpu::MM_ISA

@@ -9,8 +9,7 @@
 #pragma once
 
 #include "cpu/dot.h"
-#include "cpu/int8/codecs_block.h"
-#include "cpu/int8/codecs_k.h"
+#include "cpu/int8/codes.h"
 
 #if (defined(__AVX2__) && !defined(__AVX512F__)) || defined(MM_NEON)
 #define MM_BYTE_STEPS

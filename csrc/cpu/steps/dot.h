@@ -1,9 +1,8 @@
 // The dot kernels of formats with steps (step.h): included by isa.cpp.
 #pragma once
 
-#include "affine.h"
 #include "cpu/dot.h"
-#include "k.h"
+#include "step.h"
 
 #if defined(__AVX512F__)
 

@@ -23,7 +23,7 @@
 //   sum_of(value)     the lane of offset for x from this value on, kWidth of it
 #pragma once
 
-#include "cpu/codecs/block.h"
+#include "cpu/codecs/codec.h"
 
 namespace metalmm::cpu::MM_ISA {
 
