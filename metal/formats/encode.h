@@ -19,7 +19,7 @@
 namespace metalmm {
 
 template <class Format>
-struct Encoder;
+struct Encoder;  // of nibbles, below, unless specialized
 
 template <class V>
 struct Encoder<Dense<V>> {
@@ -72,6 +72,7 @@ METAL_FUNC void store_fifths(device uchar* to, uint code, uint lane) {
 // d = signed largest / -h and trunc(x / d + h + 0.5), h = 2^(bits - 1).
 template <int bits>
 struct SymmetricCode {
+  MM_CONST bool kHasMin = false, kHasFifth = bits == 5;
   float d;
   uint code;
   static METAL_FUNC SymmetricCode of(float x, uint lane) {
@@ -85,6 +86,7 @@ struct SymmetricCode {
 // m = the least, d = (the largest - m) / n and trunc((x - m) / d + 0.5), n = 2^bits - 1.
 template <int bits>
 struct AsymmetricCode {
+  MM_CONST bool kHasMin = true, kHasFifth = bits == 5;
   float d, m;
   uint code;
   static METAL_FUNC AsymmetricCode of(float x, uint lane) {
@@ -102,6 +104,43 @@ struct AsymmetricCode {
 
 // ---- formats
 
+template <class Format>
+struct CodeOf;
+template <>
+struct CodeOf<Q4_0> {
+  using Code = SymmetricCode<4>;
+};
+template <>
+struct CodeOf<Q5_0> {
+  using Code = SymmetricCode<5>;
+};
+template <>
+struct CodeOf<Q4_1> {
+  using Code = AsymmetricCode<4>;
+};
+template <>
+struct CodeOf<Q5_1> {
+  using Code = AsymmetricCode<5>;
+};
+
+// Scale, minimum, fifth bits, low nibbles.
+template <class Format>
+struct Encoder {
+  using Code = typename CodeOf<Format>::Code;
+  static METAL_FUNC void store(device uchar* row, uint i, float x, uint lane) {
+    device uchar* to = row + i / 32 * Format::Storage::kBlockBytes;
+    device uchar* codes = to + (Code::kHasMin ? 4 : 2);
+    const Code c = Code::of(x, lane);
+    const half scale = stored_scale(c.d, x);
+    if constexpr (Code::kHasFifth) store_fifths(codes, c.code, lane);
+    store_nibbles(codes + (Code::kHasFifth ? 4 : 0), c.code, lane);
+    if (lane == 0) {
+      store_half(to, scale);
+      if constexpr (Code::kHasMin) store_half(to + 2, half(c.m));
+    }
+  }
+};
+
 template <>
 struct Encoder<Q8_0> {
   static METAL_FUNC void store(device uchar* row, uint i, float x, uint lane) {
@@ -111,58 +150,6 @@ struct Encoder<Q8_0> {
     const int code = int(round(code_within(x * inverse_or_0(d), -129.0f, 128.0f)));
     to[2 + lane] = uchar(max(min(code, 127), -128));
     if (lane == 0) store_half(to, scale);
-  }
-};
-
-template <>
-struct Encoder<Q4_0> {
-  static METAL_FUNC void store(device uchar* row, uint i, float x, uint lane) {
-    device uchar* to = row + i / 32 * Q4_0::Storage::kBlockBytes;
-    const SymmetricCode<4> c = SymmetricCode<4>::of(x, lane);
-    const half scale = stored_scale(c.d, x);
-    store_nibbles(to + 2, c.code, lane);
-    if (lane == 0) store_half(to, scale);
-  }
-};
-
-template <>
-struct Encoder<Q5_0> {
-  static METAL_FUNC void store(device uchar* row, uint i, float x, uint lane) {
-    device uchar* to = row + i / 32 * Q5_0::Storage::kBlockBytes;
-    const SymmetricCode<5> c = SymmetricCode<5>::of(x, lane);
-    const half scale = stored_scale(c.d, x);
-    store_fifths(to + 2, c.code, lane);
-    store_nibbles(to + 6, c.code, lane);
-    if (lane == 0) store_half(to, scale);
-  }
-};
-
-template <>
-struct Encoder<Q4_1> {
-  static METAL_FUNC void store(device uchar* row, uint i, float x, uint lane) {
-    device uchar* to = row + i / 32 * Q4_1::Storage::kBlockBytes;
-    const AsymmetricCode<4> c = AsymmetricCode<4>::of(x, lane);
-    const half scale = stored_scale(c.d, x);
-    store_nibbles(to + 4, c.code, lane);
-    if (lane == 0) {
-      store_half(to, scale);
-      store_half(to + 2, half(c.m));
-    }
-  }
-};
-
-template <>
-struct Encoder<Q5_1> {
-  static METAL_FUNC void store(device uchar* row, uint i, float x, uint lane) {
-    device uchar* to = row + i / 32 * Q5_1::Storage::kBlockBytes;
-    const AsymmetricCode<5> c = AsymmetricCode<5>::of(x, lane);
-    const half scale = stored_scale(c.d, x);
-    store_fifths(to + 4, c.code, lane);
-    store_nibbles(to + 8, c.code, lane);
-    if (lane == 0) {
-      store_half(to, scale);
-      store_half(to + 2, half(c.m));
-    }
   }
 };
 

@@ -1,6 +1,8 @@
 // The common parts of formats whose codes are indices of grids: iq1_s, iq1_m, iq2_*, iq3_*.
 // A block is 256 values, a lane owns a chunk of 32: four groups of 8, each with a code (iq3: two).
+// What tells such formats apart is a struct of
 //
+//   Storage, Pieces                      Chunks or HalvedChunks
 //   Raw                                  of a chunk
 //   fetch(cursor, chunk, raw)            its loads
 //   float spacing(raw)                   d of the block, times a power of two
@@ -35,29 +37,44 @@ struct LaneOfChunk {
   }
 };
 
-template <class Format>
-METAL_FUNC void unpack_grid(thread const typename Format::Raw& raw, uint chunk,
-                            thread Piece<Format>& p) {
-  MM_UNROLL
-  for (int j = 0; j < 4; ++j) Format::eight(raw, chunk, j, p.q + 8 * j);
-  p.d = Format::spacing(raw);
-  if constexpr (Format::Terms::kScales == 1) {
-    p.d *= Format::factor(raw, chunk, 0);
-  } else {
-    MM_UNROLL
-    for (int i = 0; i < 2; ++i) p.scale[i] = Format::factor(raw, chunk, i);
-  }
-}
+// The format of such codes.
+template <class Codes>
+struct GridFormat {
+  using Storage = typename Codes::Storage;
+  using Pieces = typename Codes::Pieces;
+  using Raw = typename Codes::Raw;
+  MM_CONST bool kIsHalved = is_same<Pieces, HalvedChunks>::value;
+  using Terms = PieceTerms<kIsHalved ? 2 : 1>;
+  MM_CONST bool kHasCodebook = false, kDecodesHalves = false, kHalvesAreExact = true;
 
-template <class Format>
-METAL_FUNC void decode_grid16(Row row, uint k, thread float (&w)[16]) {
-  const uint chunk = (k & 255) / 32, half_chunk = (k & 16) / 16;
-  typename Format::Raw raw;
-  Format::fetch(Format::Storage::start(row, k / 256, chunk), chunk, raw);
-  Format::eight(raw, chunk, 2 * half_chunk, w);
-  Format::eight(raw, chunk, 2 * half_chunk + 1, w + 8);
-  scale16(Format::spacing(raw) * Format::factor(raw, chunk, half_chunk), -0.0f, w);
-}
+  static METAL_FUNC void fetch(typename Storage::Cursor c, uint chunk, thread Raw& raw) {
+    Codes::fetch(c, chunk, raw);
+  }
+  static METAL_FUNC void unpack(thread const Raw& raw, uint chunk, Codebook,
+                                thread Piece<GridFormat>& p) {
+    MM_UNROLL
+    for (int j = 0; j < 4; ++j) Codes::eight(raw, chunk, j, p.q + 8 * j);
+    p.d = Codes::spacing(raw);
+    if constexpr (!kIsHalved) {
+      p.d *= Codes::factor(raw, chunk, 0);
+    } else {
+      MM_UNROLL
+      for (int i = 0; i < 2; ++i) p.scale[i] = Codes::factor(raw, chunk, i);
+    }
+  }
+  static METAL_FUNC void decode16(Row row, uint k, thread float (&w)[16]) {
+    const uint chunk = (k & 255) / 32, half_chunk = (k & 16) / 16;
+    Raw raw;
+    Codes::fetch(Storage::start(row, k / 256, chunk), chunk, raw);
+    Codes::eight(raw, chunk, 2 * half_chunk, w);
+    Codes::eight(raw, chunk, 2 * half_chunk + 1, w + 8);
+    scale16(Codes::spacing(raw) * Codes::factor(raw, chunk, half_chunk), -0.0f, w);
+  }
+  template <int width>
+  static METAL_FUNC void decode16(Row row, uint k, thread float (&w)[16]) {
+    decode16(row, k, w);
+  }
+};
 
 // Field j of two words, of 16 bits.
 METAL_FUNC uint half_of(uint2 words, uint j) { return (j < 2 ? words.x : words.y) >> 16 * (j & 1); }

@@ -39,11 +39,9 @@ METAL_FUNC void crumbs8(uint code, float delta, thread float* q) {
 
 // 8 bits of each code from byte 2; a word per chunk from byte 34: 3 bits of each code, a 3-bit
 // scale, the sign of the eighth.
-struct IQ1_S {
+struct IQ1_SCodes {
   using Storage = LaneBlocks<256, 50, LaneOfChunk<2, 4, 34, 2>>;
   using Pieces = Chunks;
-  using Terms = PieceTerms<1>;
-  MM_CONST bool kHasCodebook = false, kDecodesHalves = false, kHalvesAreExact = true;
   struct Raw {
     uint codes;
     ushort rest;
@@ -61,24 +59,15 @@ struct IQ1_S {
     const float delta = (raw.rest & 0x8000u) != 0 ? -0.125f : 0.125f;
     crumbs8((raw.codes >> 8 * j & 255) | (raw.rest >> 3 * j & 7) << 8, delta, q);
   }
-  static METAL_FUNC void unpack(thread const Raw& raw, uint chunk, Codebook,
-                                thread Piece<IQ1_S>& p) {
-    unpack_grid<IQ1_S>(raw, chunk, p);
-  }
-  template <int width>
-  static METAL_FUNC void decode16(Row row, uint k, thread float (&w)[16]) {
-    decode_grid16<IQ1_S>(row, k, w);
-  }
 };
+using IQ1_S = GridFormat<IQ1_SCodes>;
 
 // 8 bits of each code from byte 0; a nibble per group from byte 32: 3 bits of its code, the sign of
 // the eighth; 3-bit scales of halves of chunks from byte 48, four in a word of 16 bits, whose top
 // nibbles make d.
-struct IQ1_M {
+struct IQ1_MCodes {
   using Storage = LaneBlocks<256, 56, LaneOfChunk<0, 4, 32, 2>>;
   using Pieces = HalvedChunks;
-  using Terms = PieceTerms<2>;
-  MM_CONST bool kHasCodebook = false, kDecodesHalves = false, kHalvesAreExact = true;
   struct Raw {
     uint codes;
     ushort rest;
@@ -101,13 +90,7 @@ struct IQ1_M {
     const float delta = (nibble & 8) != 0 ? -0.125f : 0.125f;
     crumbs8((raw.codes >> 8 * j & 255) | (nibble & 7) << 8, delta, q);
   }
-  static METAL_FUNC void unpack(thread const Raw& raw, uint chunk, Codebook,
-                                thread Piece<IQ1_M>& p) {
-    unpack_grid<IQ1_M>(raw, chunk, p);
-  }
-  static METAL_FUNC void decode16(Row row, uint k, thread float (&w)[16]) {
-    decode_grid16<IQ1_M>(row, k, w);
-  }
 };
+using IQ1_M = GridFormat<IQ1_MCodes>;
 
 }  // namespace metalmm

@@ -7,11 +7,9 @@
 namespace metalmm {
 
 // 8 bytes per chunk from byte 2: four codes; four times 7 bits of signs, 4 bits of scale.
-struct IQ2_XXS {
+struct IQ2_XXSCodes {
   using Storage = LaneBlocks<256, 66, LaneOfChunk<2, 8>>;
   using Pieces = Chunks;
-  using Terms = PieceTerms<1>;
-  MM_CONST bool kHasCodebook = false, kDecodesHalves = false, kHalvesAreExact = true;
   struct Raw {
     uint codes, rest;
     half d;
@@ -26,22 +24,13 @@ struct IQ2_XXS {
     const uint2 bytes = as_type<uint2>(kGridIQ2_XXS[raw.codes >> 8 * j & 255]);
     signed8(bytes, even_signs(raw.rest >> 7 * j), q);
   }
-  static METAL_FUNC void unpack(thread const Raw& raw, uint chunk, Codebook,
-                                thread Piece<IQ2_XXS>& p) {
-    unpack_grid<IQ2_XXS>(raw, chunk, p);
-  }
-  template <int width>
-  static METAL_FUNC void decode16(Row row, uint k, thread float (&w)[16]) {
-    decode_grid16<IQ2_XXS>(row, k, w);
-  }
 };
+using IQ2_XXS = GridFormat<IQ2_XXSCodes>;
 
 // A word of 16 bits per group from byte 2: 9 bits of code, 7 of signs; 4-bit scales from byte 66.
-struct IQ2_XS {
+struct IQ2_XSCodes {
   using Storage = LaneBlocks<256, 74, LaneOfChunk<2, 8, 66, 1>>;
   using Pieces = HalvedChunks;
-  using Terms = PieceTerms<2>;
-  MM_CONST bool kHasCodebook = false, kDecodesHalves = false, kHalvesAreExact = true;
   struct Raw {
     uint2 words;
     uchar scales;
@@ -59,23 +48,14 @@ struct IQ2_XS {
     const uint word = half_of(raw.words, j);
     signed8(as_type<uint2>(kGridIQ2_XS[word & 511]), even_signs(word >> 9), q);
   }
-  static METAL_FUNC void unpack(thread const Raw& raw, uint chunk, Codebook,
-                                thread Piece<IQ2_XS>& p) {
-    unpack_grid<IQ2_XS>(raw, chunk, p);
-  }
-  template <int width>
-  static METAL_FUNC void decode16(Row row, uint k, thread float (&w)[16]) {
-    decode_grid16<IQ2_XS>(row, k, w);
-  }
 };
+using IQ2_XS = GridFormat<IQ2_XSCodes>;
 
 // 8 bits of each code from byte 2, signs of each group from byte 34, 2 bits of each code from
 // byte 66, 4-bit scales from byte 74.
-struct IQ2_S {
+struct IQ2_SCodes {
   using Storage = LaneBlocks<256, 82, LaneOfChunk<2, 4, 66, 1>>;
   using Pieces = HalvedChunks;
-  using Terms = PieceTerms<2>;
-  MM_CONST bool kHasCodebook = false, kDecodesHalves = false, kHalvesAreExact = true;
   struct Raw {
     uint codes, signs;
     uchar high, scales;
@@ -95,14 +75,7 @@ struct IQ2_S {
     const uint code = (raw.codes >> 8 * j & 255) | (uint(raw.high) >> 2 * j & 3) << 8;
     signed8(as_type<uint2>(kGridIQ2_S[code]), signs_of(raw.signs >> 8 * j), q);
   }
-  static METAL_FUNC void unpack(thread const Raw& raw, uint chunk, Codebook,
-                                thread Piece<IQ2_S>& p) {
-    unpack_grid<IQ2_S>(raw, chunk, p);
-  }
-  template <int width>
-  static METAL_FUNC void decode16(Row row, uint k, thread float (&w)[16]) {
-    decode_grid16<IQ2_S>(row, k, w);
-  }
 };
+using IQ2_S = GridFormat<IQ2_SCodes>;
 
 }  // namespace metalmm

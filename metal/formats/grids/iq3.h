@@ -8,11 +8,9 @@ namespace metalmm {
 
 // d (2 s + 1) / 4. Codes from byte 2; from byte 66 a word per chunk: four times 7 bits of signs,
 // 4 bits of scale.
-struct IQ3_XXS {
+struct IQ3_XXSCodes {
   using Storage = LaneBlocks<256, 98, LaneOfChunk<2, 8, 66, 4>>;
   using Pieces = Chunks;
-  using Terms = PieceTerms<1>;
-  MM_CONST bool kHasCodebook = false, kDecodesHalves = false, kHalvesAreExact = true;
   struct Raw {
     uint2 codes;
     uint rest;
@@ -29,23 +27,14 @@ struct IQ3_XXS {
     const uint2 bytes = uint2(kGridIQ3_XXS[codes & 255], kGridIQ3_XXS[codes >> 8 & 255]);
     signed8(bytes, even_signs(raw.rest >> 7 * j), q);
   }
-  static METAL_FUNC void unpack(thread const Raw& raw, uint chunk, Codebook,
-                                thread Piece<IQ3_XXS>& p) {
-    unpack_grid<IQ3_XXS>(raw, chunk, p);
-  }
-  template <int width>
-  static METAL_FUNC void decode16(Row row, uint k, thread float (&w)[16]) {
-    decode_grid16<IQ3_XXS>(row, k, w);
-  }
 };
+using IQ3_XXS = GridFormat<IQ3_XXSCodes>;
 
 // d (2 s + 1). 8 bits of each code from byte 2, the ninth from byte 66, signs of each group from
 // byte 74, 4-bit scales of chunks from byte 106.
-struct IQ3_S {
+struct IQ3_SCodes {
   using Storage = LaneBlocks<256, 110, LaneOfChunk<2, 8, 74, 4, 66, 1>>;
   using Pieces = Chunks;
-  using Terms = PieceTerms<1>;
-  MM_CONST bool kHasCodebook = false, kDecodesHalves = false, kHalvesAreExact = true;
   struct Raw {
     uint2 codes;
     uint signs, scales;
@@ -67,14 +56,7 @@ struct IQ3_S {
     const uint second = (codes >> 8 & 255) | (high & 2) << 7;
     signed8(uint2(kGridIQ3_S[first], kGridIQ3_S[second]), signs_of(raw.signs >> 8 * j), q);
   }
-  static METAL_FUNC void unpack(thread const Raw& raw, uint chunk, Codebook,
-                                thread Piece<IQ3_S>& p) {
-    unpack_grid<IQ3_S>(raw, chunk, p);
-  }
-  template <int width>
-  static METAL_FUNC void decode16(Row row, uint k, thread float (&w)[16]) {
-    decode_grid16<IQ3_S>(row, k, w);
-  }
 };
+using IQ3_S = GridFormat<IQ3_SCodes>;
 
 }  // namespace metalmm
