@@ -1,0 +1,52 @@
+// Functions of floats of one, two and three arguments, component by component: names and what they
+// are of x, y and z. Included by those that define MM_FUNCTION1, 2 and 3.
+// clang-format off
+MM_FUNCTION1(acos, __builtin_elementwise_acos(x))
+MM_FUNCTION1(acosh, emulator::by_float(x, [](float e) { return __builtin_acoshf(e); }))
+MM_FUNCTION1(asin, __builtin_elementwise_asin(x))
+MM_FUNCTION1(asinh, emulator::by_float(x, [](float e) { return __builtin_asinhf(e); }))
+MM_FUNCTION1(atan, __builtin_elementwise_atan(x))
+MM_FUNCTION1(atanh, emulator::by_float(x, [](float e) { return __builtin_atanhf(e); }))
+MM_FUNCTION1(ceil, __builtin_elementwise_ceil(x))
+MM_FUNCTION1(cos, __builtin_elementwise_cos(x))
+MM_FUNCTION1(cosh, __builtin_elementwise_cosh(x))
+MM_FUNCTION1(cospi, __builtin_elementwise_cos(x* convert_to<T>(emulator::kPi)))
+MM_FUNCTION1(exp, __builtin_elementwise_exp(x))
+MM_FUNCTION1(exp2, __builtin_elementwise_exp2(x))
+MM_FUNCTION1(exp10, __builtin_elementwise_exp10(x))
+MM_FUNCTION1(fabs, __builtin_elementwise_abs(x))
+MM_FUNCTION1(floor, __builtin_elementwise_floor(x))
+MM_FUNCTION1(fract, x - __builtin_elementwise_floor(x))
+MM_FUNCTION1(log, __builtin_elementwise_log(x))
+MM_FUNCTION1(log2, __builtin_elementwise_log2(x))
+MM_FUNCTION1(log10, __builtin_elementwise_log10(x))
+MM_FUNCTION1(rint, __builtin_elementwise_roundeven(x))
+MM_FUNCTION1(round, __builtin_elementwise_round(x))
+MM_FUNCTION1(rsqrt, convert_to<T>(1) / __builtin_elementwise_sqrt(x))
+MM_FUNCTION1(sin, __builtin_elementwise_sin(x))
+MM_FUNCTION1(sinh, __builtin_elementwise_sinh(x))
+MM_FUNCTION1(sinpi, __builtin_elementwise_sin(x* convert_to<T>(emulator::kPi)))
+MM_FUNCTION1(sqrt, __builtin_elementwise_sqrt(x))
+MM_FUNCTION1(tan, __builtin_elementwise_tan(x))
+MM_FUNCTION1(tanh, __builtin_elementwise_tanh(x))
+MM_FUNCTION1(tanpi, __builtin_elementwise_tan(x* convert_to<T>(emulator::kPi)))
+MM_FUNCTION1(trunc, __builtin_elementwise_trunc(x))
+
+MM_FUNCTION2(atan2, return __builtin_elementwise_atan2(x, y))
+MM_FUNCTION2(copysign, return __builtin_elementwise_copysign(x, y))
+MM_FUNCTION2(divide, return x / y)
+MM_FUNCTION2(fdim, return x > y ? x - y : x - x)
+MM_FUNCTION2(fmax, return __builtin_elementwise_maxnum(x, y))
+MM_FUNCTION2(fmin, return __builtin_elementwise_minnum(x, y))
+MM_FUNCTION2(fmod, return __builtin_elementwise_fmod(x, y))
+MM_FUNCTION2(pow, return __builtin_elementwise_pow(x, y))
+MM_FUNCTION2(powr, return __builtin_elementwise_pow(x, y))
+
+MM_FUNCTION3(fma, return __builtin_elementwise_fma(x, y, z))
+MM_FUNCTION3(fmax3, return fmax(fmax(x, y), z))
+MM_FUNCTION3(fmedian3, return fmax(fmin(x, y), fmin(fmax(x, y), z)))
+MM_FUNCTION3(fmin3, return fmin(fmin(x, y), z))
+// clang-format on
+#undef MM_FUNCTION1
+#undef MM_FUNCTION2
+#undef MM_FUNCTION3
