@@ -1,8 +1,7 @@
 // y = x Wᵀ by torch's own matmul, in the dtype of x.
 #pragma once
 
-#include <ATen/ATen.h>
-
+#include "ops/aten.h"
 #include "plan/format.h"
 
 namespace metalmm::cpu {

@@ -9,8 +9,6 @@
 namespace metalmm::cpu {
 namespace {
 
-constexpr int64_t kValuesOfThread = 1 << 15;
-
 // The bits of the shader's: the same sums, in the same order.
 void turn(const float* x, float* y) {
   std::copy(x, x + kHadamardValues, y);
@@ -34,7 +32,7 @@ at::Tensor hadamard(const args::hadamard& a) {
   at::Tensor y = at::empty(x.sizes(), x.options());
   const float* from = elements<float>(x);
   float* to = y.mutable_data_ptr<float>();
-  parallel_for(0, x.numel() / kHadamardValues, kValuesOfThread / kHadamardValues,
+  parallel_for(0, x.numel() / kHadamardValues, row_grain(kHadamardValues),
                [&](int64_t first, int64_t last) {
                  for (int64_t i = first; i < last; ++i) {
                    turn(from + i * kHadamardValues, to + i * kHadamardValues);

@@ -126,7 +126,7 @@ struct Gemm {
   }
 };
 
-void gemm(const CodecKernels& codec, const Weight& w, const at::Tensor& x, at::Tensor y) {
+void run_gemm(const CodecKernels& codec, const Weight& w, const at::Tensor& x, at::Tensor y) {
   const IsaKernels& isa = current_isa();
   const int64_t m = x.size(0), n = y.size(1);
   const Lines<float> panels = pack_panels(x, isa.width);
@@ -194,7 +194,7 @@ at::Tensor matmul(const at::Tensor& rows, const at::Tensor& w, const Format& for
     return y;
   }
   if (chosen == Strategy::kGemm) {
-    gemm(codec, weight, x, y);
+    run_gemm(codec, weight, x, y);
     return y;
   }
   if (chosen == Strategy::kGemmTiled || chosen == Strategy::kGemmNaive) {

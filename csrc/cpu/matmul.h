@@ -1,13 +1,12 @@
 // y = x Wᵀ on the CPU: the ways to walk it, and which is taken.
 #pragma once
 
-#include <ATen/ATen.h>
-
 #include <optional>
 #include <string_view>
 #include <vector>
 
 #include "kernels.h"
+#include "ops/aten.h"
 #include "ops/strategies.h"
 
 namespace metalmm::cpu {

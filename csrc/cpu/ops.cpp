@@ -241,7 +241,7 @@ TORCH_LIBRARY_IMPL(metalmm, CPU, m) {
   set_strategy_check(at::kCPU, [](std::string_view name, Activations activations) {
     strategy_by_name(name, activations);
   });
-#define MM_OP(name, ...) m.impl(#name, Kernel<args::name, &name>::run);
+#define MM_OP(name, ...) implement<args::name>(m, Kernel<args::name, &name>::run);
 #include "ops/ops.def"
 }
 

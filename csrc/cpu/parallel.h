@@ -34,6 +34,11 @@ void parallel_for(int64_t begin, int64_t end, int64_t grain, const F& f) {
 #endif
 }
 
+// Rows of so many values below which a second thread costs more than it brings: 10 us of a pass
+// over them.
+inline int64_t row_grain(int64_t values) {
+  return std::max<int64_t>(1, (1 << 15) / std::max<int64_t>(values, 1));
+}
 // Rows of W below which a second thread costs more than it brings: about 10 us of decoding.
 inline int64_t weight_row_grain(int64_t k) {
   return std::max<int64_t>(1, (1 << 16) / std::max<int64_t>(k, 1));

@@ -12,13 +12,6 @@
 namespace metalmm::cpu {
 namespace {
 
-// Values below which a second thread costs more than it brings: 10 us of a pass over them.
-constexpr int64_t kGrainValues = 1 << 15;
-
-int64_t row_grain(int64_t values) {
-  return std::max<int64_t>(1, kGrainValues / std::max<int64_t>(values, 1));
-}
-
 // 1 / sqrt(mean(x²) + eps). Sixteen sums, which the compiler keeps in vectors.
 float inverse_rms(const float* x, int64_t k, float eps) {
   constexpr int64_t kLanes = 16;

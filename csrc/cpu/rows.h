@@ -2,8 +2,6 @@
 // attention. In f32; rows are shared among threads.
 #pragma once
 
-#include <ATen/ATen.h>
-
 #include <vector>
 
 #include "ops/checks.h"

@@ -46,13 +46,10 @@ at::Tensor aligned_experts(const PackedWeight& w) {
 
 // Rows of x on experts, but for m, operands and what is of the op.
 Problem expert_problem(Op op, const at::Tensor& rows, const PackedWeight& w, const Choices& of) {
-  Problem p;
-  p.op = op;
+  Problem p = problem(op, rows);
   p.n = w.rows.size(1);
   p.k = w.k;
   p.format = &w.format;
-  p.dtype = dtype_of(rows.scalar_type());
-  p.x_stride = row_stride(rows);
   p.x_alignment = alignment_of(rows);
   p.experts.experts = of.experts;
   p.experts.sharing = of.share_rows ? of.choices : 1;
@@ -257,13 +254,9 @@ std::tuple<at::Tensor, at::Tensor> route(const Engine& e, const args::route& a) 
   const auto size = {a.x.size(0), shape.choices};
   o[kSlotY] = at::empty(size, a.x.options().dtype(at::kFloat));
   o[kSlotY2] = at::empty(size, a.x.options().dtype(at::kLong));
-  Problem p;
-  p.op = Op::kRoute;
-  p.m = a.x.size(0);
+  Problem p = problem(Op::kRoute, o[kSlotX]);
   p.n = shape.experts.expect_int();
   p.k = a.top_k;
-  p.dtype = dtype_of(o[kSlotX].scalar_type());
-  p.x_stride = row_stride(o[kSlotX]);
   if (o[kSlotC].defined()) p.y_stride = row_stride(o[kSlotC]);
   p.alpha = static_cast<float>(a.scale);
   p.route = {a.groups,

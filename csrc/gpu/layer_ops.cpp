@@ -136,12 +136,7 @@ std::tuple<at::Tensor, at::Tensor> add_rms_norm(const Engine& e, const args::add
   o[kSlotNorm] = addend(a.weight, x.scalar_type());
   o[kSlotY] = at::empty(o[kSlotX].sizes(), x.options());
   o[kSlotY2] = at::empty(o[kSlotX].sizes(), x.options());
-  Problem p;
-  p.op = Op::kAddRmsNorm;
-  p.m = o[kSlotX].size(0);
-  p.k = o[kSlotX].size(1);
-  p.dtype = dtype_of(x.scalar_type());
-  p.x_stride = row_stride(o[kSlotX]);
+  Problem p = problem(Op::kAddRmsNorm, o[kSlotX]);
   p.x2_stride = row_stride(o[kSlotX2]);
   p.eps = static_cast<float>(a.eps);
   p.offset = static_cast<float>(a.offset);

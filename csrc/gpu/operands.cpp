@@ -139,15 +139,21 @@ at::ScalarType common_dtype(const at::Tensor& x, std::initializer_list<OptionalT
   return std::any_of(others.begin(), others.end(), is_other) ? at::kFloat : dtype;
 }
 
-Problem problem(Op op, const at::Tensor& rows, const PackedWeight& w) {
+Problem problem(Op op, const at::Tensor& rows) {
   Problem p;
   p.op = op;
   p.m = rows.size(0);
+  p.k = rows.size(1);
+  p.dtype = dtype_of(rows.scalar_type());
+  p.x_stride = row_stride(rows);
+  return p;
+}
+
+Problem problem(Op op, const at::Tensor& rows, const PackedWeight& w) {
+  Problem p = problem(op, rows);
   p.n = w.rows.size(0);
   p.k = w.k;
   p.format = &w.format;
-  p.dtype = dtype_of(rows.scalar_type());
-  p.x_stride = row_stride(rows);
   p.exact_rows = are_exact(p.m);
   return p;
 }
@@ -165,12 +171,7 @@ void set_norm(Problem& p, Operands& o, const Norm& norm) {
 
 at::Tensor normalised(const Engine& e, const at::Tensor& rows, const Norm& norm,
                       const OptionalTensor& residual, const OptionalTensor& gate) {
-  Problem p;
-  p.op = Op::kRmsNorm;
-  p.m = rows.size(0);
-  p.k = rows.size(1);
-  p.dtype = dtype_of(rows.scalar_type());
-  p.x_stride = row_stride(rows);
+  Problem p = problem(Op::kRmsNorm, rows);
   Operands o;
   o[kSlotX] = rows;
   set_norm(p, o, norm);

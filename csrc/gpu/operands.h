@@ -60,7 +60,8 @@ at::Tensor residual_rows(const OptionalTensor& residual, at::ScalarType dtype, P
 // dtype would be rounded once too often: then all of them are f32, and the result is rounded.
 at::ScalarType common_dtype(const at::Tensor& x, std::initializer_list<OptionalTensor> others);
 
-// y = x W^T of these rows of x.
+// What an op takes of rows of x [M, K], and y = x W^T of them.
+Problem problem(Op op, const at::Tensor& rows);
 Problem problem(Op op, const at::Tensor& rows, const PackedWeight& w);
 
 // The norm of rows of x.

@@ -14,8 +14,6 @@
 // Buffer::base is the data pointer of the tensor's storage: an address, on MPS an id<MTLBuffer>.
 #pragma once
 
-#include <ATen/ATen.h>
-
 #include <functional>
 
 #include "ops/checks.h"

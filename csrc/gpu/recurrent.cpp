@@ -34,13 +34,9 @@ at::Tensor causal_conv(const Engine& e, const args::causal_conv& a) {
   o[kSlotNorm] = addend(a.weight, same ? dtype : at::kFloat);
   o[kSlotNorm2] = addend(a.bias, same ? dtype : at::kFloat);
   o[kSlotY] = at::empty(a.x.sizes(), o[kSlotX].options());
-  Problem p;
-  p.op = Op::kCausalConv;
-  p.m = o[kSlotX].size(0);
+  Problem p = problem(Op::kCausalConv, o[kSlotX]);
   p.n = a.x.size(2);
   p.k = a.weight.size(1);
-  p.dtype = dtype_of(dtype);
-  p.x_stride = row_stride(o[kSlotX]);
   p.conv = {std::max<int64_t>(a.x.size(1), 1), a.state.size(2), a.bias.has_value(),
             a.activation.has_value(), !same};
   launch_on(e, p, o, a.state, 1);
@@ -60,13 +56,9 @@ at::Tensor gated_delta(const Engine& e, const args::gated_delta& a) {
   o[kSlotNorm2] = addend(a.dt_bias, same ? dtype : at::kFloat);
   o[kSlotY] = at::empty({a.qkv.size(0), a.qkv.size(1), a.state.size(1), a.state.size(3)},
                         o[kSlotX].options());
-  Problem p;
-  p.op = Op::kGatedDelta;
-  p.m = o[kSlotX].size(0);
+  Problem p = problem(Op::kGatedDelta, o[kSlotX]);
   p.n = a.state.size(3);
   p.k = a.state.size(2);
-  p.dtype = dtype_of(dtype);
-  p.x_stride = row_stride(o[kSlotX]);
   p.x2_stride = row_stride(o[kSlotX2]);
   p.y_stride = row_stride(o[kSlotC]);
   p.eps = static_cast<float>(a.eps);
@@ -93,13 +85,9 @@ at::Tensor ssm_scan(const Engine& e, const args::ssm_scan& a) {
   o[kSlotBias] = addend(a.d, of_heads);
   o[kSlotY] = at::empty({a.xbc.size(0), a.xbc.size(1), a.state.size(1) * a.state.size(2)},
                         o[kSlotX].options());
-  Problem p;
-  p.op = Op::kSsmScan;
-  p.m = o[kSlotX].size(0);
+  Problem p = problem(Op::kSsmScan, o[kSlotX]);
   p.n = a.state.size(2);
   p.k = a.state.size(3);
-  p.dtype = dtype_of(dtype);
-  p.x_stride = row_stride(o[kSlotX]);
   p.x2_stride = row_stride(o[kSlotX2]);
   if (has_gate) p.y_stride = row_stride(o[kSlotC]);
   p.has_gate = has_gate;

@@ -22,7 +22,8 @@ struct OnEngine<kOp, engine> {
 template <const Engine& (*engine)()>
 void register_shaders(torch::Library& m) {
 #define MM_HOST_OP(name, ...)
-#define MM_OP(name, ...) m.impl(#name, Kernel<args::name, &OnEngine<&name, engine>::run>::run);
+#define MM_OP(name, ...) \
+  implement<args::name>(m, Kernel<args::name, &OnEngine<&name, engine>::run>::run);
 #include "ops/ops.def"
 }
 
@@ -30,7 +31,7 @@ void register_shaders(torch::Library& m) {
 template <const Engine& (*engine)()>
 void register_engine(torch::Library& m) {
   register_shaders<engine>(m);
-#define MM_HOST_OP(name, ...) m.impl(#name, Kernel<args::name, &name>::run);
+#define MM_HOST_OP(name, ...) implement<args::name>(m, Kernel<args::name, &name>::run);
 #define MM_FORWARD_OP(name, ...)
 #define MM_OP(name, ...)
 #include "ops/ops.def"

@@ -17,12 +17,12 @@ at::Tensor angles(const at::Tensor& t, bool repeats, at::ScalarType dtype) {
 
 // A kernel that walks over heads: rope's operands but for where k and v go, or those of rows that
 // are only written.
-struct Call {
+struct RopeCall {
   Problem problem;
   Operands operands;
 
   // The arguments are checked; `dtype` is that of the kernel.
-  Call(Op op, const RopeShape& shape, const args::rope& options, at::ScalarType dtype) {
+  RopeCall(Op op, const RopeShape& shape, const args::rope& options, at::ScalarType dtype) {
     const at::Tensor &qkv = options.qkv, &cos = options.cos, &sin = options.sin;
     const int64_t batch = qkv.size(0), positions = qkv.size(1), dim = shape.dim.expect_int();
     const bool same = cos.scalar_type() == dtype && sin.scalar_type() == dtype;
@@ -55,7 +55,7 @@ struct Call {
   }
 
   // k and v [B, kv_heads, S, D] as they are.
-  Call(const at::Tensor& k, const at::Tensor& v, at::ScalarType dtype) {
+  RopeCall(const at::Tensor& k, const at::Tensor& v, at::ScalarType dtype) {
     const auto dense = [&](const at::Tensor& t) {
       const at::Tensor x = t.to(dtype);
       return x.stride(3) == 1 ? x : x.contiguous();
@@ -142,7 +142,7 @@ at::Tensor as_rows_of(const at::Tensor& cache, const at::Tensor& rows, const For
 }  // namespace
 
 Heads rope(const Engine& e, const args::rope& a) {
-  Call call(Op::kRope, check(a), a, common_dtype(a.qkv, {a.v, a.q_norm, a.k_norm}));
+  RopeCall call(Op::kRope, check(a), a, common_dtype(a.qkv, {a.v, a.q_norm, a.k_norm}));
   Operands& o = call.operands;
   for (Slot slot : {kSlotY2, kSlotY3}) {
     o[slot] =
@@ -192,7 +192,7 @@ at::Tensor rope_append(const Engine& e, const args::rope_append& a) {
     cache_append(e, args::cache_append{a.keys, a.values, k, v, a.slots, a.format_k, a.format_v});
     return q;
   }
-  Call call(Op::kRopeAppend, shape.rope, of, dtype);
+  RopeCall call(Op::kRopeAppend, shape.rope, of, dtype);
   call.write(a, shape.cache);
   launch(e, call.problem, call.operands);
   return call.operands[kSlotY];
@@ -204,7 +204,7 @@ void cache_append(const Engine& e, const args::cache_append& a) {
   check_slots(a.slots, a.keys);
   if (a.k.numel() == 0) return;
   if (is_written_by_a_kernel(a.keys, a.values, shape)) {
-    Call call(a.k, a.v, common_dtype(a.k, {a.v}));
+    RopeCall call(a.k, a.v, common_dtype(a.k, {a.v}));
     call.write(a, shape);
     launch(e, call.problem, call.operands);
     return;

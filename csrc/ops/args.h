@@ -1,15 +1,18 @@
 // The ops of ops.def as C++: args::linear is what linear is given, with the names and the defaults
-// of its schema, and call() passes that to the dispatcher.
+// of its schema, call() passes that to the dispatcher, and implement() a kernel.
 #pragma once
-
-#include <ATen/ATen.h>
-#include <ATen/core/dispatch/Dispatcher.h>
 
 #include <optional>
 #include <string_view>
 #include <tuple>
 #include <type_traits>
 #include <vector>
+
+#include "aten.h"
+
+namespace torch {
+class Library;
+}
 
 namespace metalmm {
 
@@ -150,13 +153,13 @@ struct OpOf;
 #define MM_ARG(type, field) , kind::type
 #include "ops.def"
 
+// The op, by torch's dispatcher.
 template <class Args>
-typename OpOf<Args>::Result call(const Args& a) {
-  static const auto op = c10::Dispatcher::singleton()
-                             .findSchemaOrThrow(OpOf<Args>::kQualified, "")
-                             .template typed<typename OpOf<Args>::Signature>();
-  return with_fields(a, [](const Args&, const auto&... field) { return op.call(field.value...); });
-}
+typename OpOf<Args>::Result call(const Args& a);
+
+// A kernel of the op for the dispatch key of the library.
+template <class Args>
+void implement(torch::Library& m, typename OpOf<Args>::Signature* kernel);
 
 // A kernel as the dispatcher calls it, of one that takes the struct.
 template <class Args, auto kBody, class Arguments = typename OpOf<Args>::Arguments>

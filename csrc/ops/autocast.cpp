@@ -38,9 +38,10 @@ constexpr bool has_rows(Kinds<Kind...>) {
 
 template <c10::DeviceType kDevice>
 void register_all(torch::Library& m) {
-#define MM_OP(name, ...)                                                                 \
-  if constexpr (has_rows(OpOf<args::name>::Arguments{})) {                               \
-    m.impl(#name, Kernel<args::name, &Lowered<kDevice>::template run<args::name>>::run); \
+#define MM_OP(name, ...)                                                                         \
+  if constexpr (has_rows(OpOf<args::name>::Arguments{})) {                                       \
+    implement<args::name>(m,                                                                     \
+                          Kernel<args::name, &Lowered<kDevice>::template run<args::name>>::run); \
   }
 #include "ops.def"
 }

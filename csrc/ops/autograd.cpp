@@ -330,7 +330,7 @@ typename OpOf<Args>::Result forward_only(const Args& a) {
 
 // Ops without a result: see cache_append_of_views.
 void register_views(torch::Library& m) {
-  m.impl("cache_append", Kernel<args::cache_append, &cache_append_of_views>::run);
+  implement<args::cache_append>(m, Kernel<args::cache_append, &cache_append_of_views>::run);
   m.impl("_cache_append_shape", torch::CppFunction::makeFallthrough());
 }
 
@@ -340,9 +340,11 @@ TORCH_LIBRARY_IMPL(metalmm, Negative, m) { register_views(m); }
 TORCH_LIBRARY_IMPL(metalmm, Conjugate, m) { register_views(m); }
 
 TORCH_LIBRARY_IMPL(metalmm, Autograd, m) {
-#define MM_HOST_OP(name, ...)  // a result without a gradient
-#define MM_FORWARD_OP(name, ...) m.impl(#name, Kernel<args::name, &forward_only<args::name>>::run);
-#define MM_OP(name, ...) m.impl(#name, Kernel<args::name, &differentiable<args::name>>::run);
+#define MM_HOST_OP(name, ...)  // its result has no gradient
+#define MM_FORWARD_OP(name, ...) \
+  implement<args::name>(m, Kernel<args::name, &forward_only<args::name>>::run);
+#define MM_OP(name, ...) \
+  implement<args::name>(m, Kernel<args::name, &differentiable<args::name>>::run);
 #include "ops.def"
 }
 

@@ -4,8 +4,6 @@
 // devices are an error that names one of them and both devices.
 #pragma once
 
-#include <ATen/ATen.h>
-
 #include <optional>
 #include <stdexcept>
 #include <string>

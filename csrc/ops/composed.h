@@ -2,7 +2,7 @@
 // Autograd runs them where a gradient is recorded.
 #pragma once
 
-#include <ATen/ATen.h>
+#include <tuple>
 
 #include "checks.h"
 

@@ -16,6 +16,21 @@ Shape with_last(const Tensor& x, c10::SymInt n) {
   return out;
 }
 
+// Of an op whose result is as x.
+template <class Args>
+Shape as_x(const Args& a) {
+  check(a);
+  return a.x.sym_sizes().vec();
+}
+
+// Of gemv and gemm.
+template <class Args>
+Shape scaled(const Args& a) {
+  const WeightShape w = check(a);
+  check_strategy(a.strategy, a.x);
+  return with_last(a.x, w.n);
+}
+
 }  // namespace
 
 Shape linear(const args::linear& a) {
@@ -30,21 +45,14 @@ Shape norm_linear(const args::norm_linear& a) {
   return with_last(a.x, w.n);
 }
 
-Shape rms_norm(const args::rms_norm& a) {
-  check(a);
-  return a.x.sym_sizes().vec();
-}
+Shape rms_norm(const args::rms_norm& a) { return as_x(a); }
 
 std::tuple<Shape, Shape> add_rms_norm(const args::add_rms_norm& a) {
-  check(a);
-  const Shape out = a.x.sym_sizes().vec();
+  const Shape out = as_x(a);
   return {out, out};
 }
 
-Shape hadamard(const args::hadamard& a) {
-  check(a);
-  return a.x.sym_sizes().vec();
-}
+Shape hadamard(const args::hadamard& a) { return as_x(a); }
 
 std::tuple<Shape, Shape, Shape> rope(const args::rope& a) {
   const RopeShape r = check(a);
@@ -70,10 +78,7 @@ Shape attention(const args::attention& a) {
   return {s.cache.batch, s.queries, s.heads, s.cache.dim};
 }
 
-Shape causal_conv(const args::causal_conv& a) {
-  check(a);
-  return a.x.sym_sizes().vec();
-}
+Shape causal_conv(const args::causal_conv& a) { return as_x(a); }
 
 Shape gated_delta(const args::gated_delta& a) {
   const DeltaShape s = check(a);
@@ -124,17 +129,8 @@ std::tuple<Shape, Shape> route(const args::route& a) {
   return {out, out};
 }
 
-Shape gemv(const args::gemv& a) {
-  const WeightShape w = check(a);
-  check_strategy(a.strategy, a.x);
-  return with_last(a.x, w.n);
-}
-
-Shape gemm(const args::gemm& a) {
-  const WeightShape w = check(a);
-  check_strategy(a.strategy, a.x);
-  return with_last(a.x, w.n);
-}
+Shape gemv(const args::gemv& a) { return scaled(a); }
+Shape gemm(const args::gemm& a) { return scaled(a); }
 
 Shape dequantize(const args::dequantize& a) {
   check_dtype(a.dtype);

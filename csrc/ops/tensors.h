@@ -1,10 +1,9 @@
 // Shapes and layouts of the tensors of a call, as every engine takes them.
 #pragma once
 
-#include <ATen/ATen.h>
-
 #include <algorithm>
 
+#include "aten.h"
 #include "plan/matmul/torch.h"
 
 namespace metalmm {

@@ -1,8 +1,6 @@
 // The parts that both walks of attention share: the problem, its rows, and the scores of a query.
 #pragma once
 
-#include <ATen/ATen.h>
-
 #include <algorithm>
 #include <cmath>
 #include <limits>

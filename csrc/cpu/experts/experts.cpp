@@ -11,13 +11,6 @@
 namespace metalmm::cpu {
 namespace {
 
-// Values that a thread copies at least.
-constexpr int64_t kGrainValues = 1 << 15;
-
-int64_t copy_grain(int64_t values) {
-  return std::max<int64_t>(1, kGrainValues / std::max<int64_t>(values, 1));
-}
-
 // The choices t C + c in the order of their experts, those of one at [first, last).
 struct Group {
   int64_t expert, first, last;
@@ -51,7 +44,7 @@ void scatter(const at::Tensor& rows, const Groups& groups, const Group& g, at::T
   const int64_t* order = elements<int64_t>(groups.order) + g.first;
   const float* values = elements<float>(from);
   float* to = out.mutable_data_ptr<float>();
-  parallel_for(0, g.last - g.first, copy_grain(n), [&](int64_t first, int64_t last) {
+  parallel_for(0, g.last - g.first, row_grain(n), [&](int64_t first, int64_t last) {
     for (int64_t i = first; i < last; ++i) std::copy_n(values + i * n, n, to + order[i] * n);
   });
 }
@@ -119,7 +112,7 @@ at::Tensor weighted(const at::Tensor& y, const at::Tensor& scores, int64_t token
   const at::Tensor s = scores.to(at::kFloat).contiguous();
   const float *score = elements<float>(s), *from = elements<float>(y);
   float* to = out.mutable_data_ptr<float>();
-  parallel_for(0, tokens, copy_grain(choices * n), [&](int64_t first, int64_t last) {
+  parallel_for(0, tokens, row_grain(choices * n), [&](int64_t first, int64_t last) {
     for (int64_t i = first * choices; i < last * choices; ++i) {
       float* row = to + i / choices * n;
       for (int64_t j = 0; j < n; ++j) row[j] += score[i] * from[i * n + j];
