@@ -2,6 +2,7 @@
 #pragma once
 
 #include "codecs/codec.h"
+#include "passes.h"
 
 namespace metalmm::cpu::MM_ISA {
 
@@ -29,41 +30,6 @@ struct Tail {
     std::memcpy(bytes, row + done * value_bytes, (k - done) * value_bytes);
   }
 };
-
-// Fetches the codes of a stream of rows ahead. Where they are a plane, what lies behind it in a row
-// is not of the stream: run_passes fetches that.
-struct Stream {
-  int64_t end, rest;
-  MM_INLINE explicit Stream(const Weight& w)
-      : end(w.layout.scales_offset > 0 ? w.layout.scales_offset : INT64_MAX),
-        rest(w.row_stride - w.layout.scales_offset) {}
-  MM_INLINE void fetch(const uint8_t* row, int64_t at) const {
-    __builtin_prefetch(row + at + (at < end ? 0 : rest));
-  }
-};
-
-// All rows of W by passes of kRows, whose rows lie a kRows-th of the range apart; those beyond
-// last_row read the last row and are not stored.
-template <class Kernel, int kRows, int kM>
-MM_INLINE void run_passes(const DotArgs& a) {
-  const int64_t n_rows = a.last_row - a.first_row, passes = ceil_div(n_rows, kRows);
-  for (int64_t i = 0; i < passes; ++i) {
-    const uint8_t* p[kRows];
-    for (int r = 0; r < kRows; ++r) {
-      const int64_t n = i + r * passes;
-      p[r] = a.weight.row(a.first_row + (n < n_rows ? n : n_rows - 1));
-    }
-    // The planes of scales lie apart from the stream of codes: those of the next pass.
-    for (int64_t at = a.weight.layout.scales_offset; at > 0 && at < a.weight.row_stride; at += 64) {
-      for (int r = 0; r < kRows; ++r) __builtin_prefetch(p[r] + a.weight.row_stride + at);
-    }
-    F acc[kRows][kM] = {};
-    Kernel::multiply_rows(a, p, acc);
-    for (int r = 0; r < kRows && i + r * passes < n_rows; ++r) {
-      for (int m = 0; m < kM; ++m) a.y[m * a.y_stride + i + r * passes] = sum(acc[r][m]);
-    }
-  }
-}
 
 // Owner: one thread; kRows rows of W at a time against all kM rows of x.
 // Traffic: each block of W once, decoded once into registers; x once per kRows rows. The rows of a
@@ -108,8 +74,7 @@ struct Dot {
     for (int64_t b = 0; b < blocks; ++b) {
 #pragma GCC unroll 4
       for (int r = 0; r < kRows; ++r) {
-        const int bytes = Codec::block_bytes(row[r]);
-        for (int i = 0; i < bytes; i += 64) stream.fetch(p[r], b * bytes + i + kPrefetchBytes);
+        stream.fetch(p[r], b, Codec::block_bytes(row[r]), kPrefetchBytes);
         Codec::open(row[r], b, open[r]);
       }
       multiply_block(open, a.x + b * Codec::kBlockValues * kM, acc);
@@ -128,7 +93,7 @@ struct Dot {
     }
   }
 
-  static void run(const DotArgs& a) { run_passes<Dot, kRows, kM>(a); }
+  static void run(const DotArgs& a) { run_passes<Dot, F[kM], kRows, kM>(a); }
 };
 
 }  // namespace metalmm::cpu::MM_ISA

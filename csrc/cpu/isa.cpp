@@ -131,9 +131,19 @@ void decode_bytes(const Weight& w, int64_t n, int64_t first, int64_t last, T* ou
   decode<ByteCodes<Codec::kBlockValues>>(of_bytes<Codec>(w), n, first, last, out);
 }
 
+// Whether the headers of the part have the codec.
+#define MM_BLOCK(name, Struct, ...) struct Struct;
+#include "metal/formats.def"
+template <class Codec, class = void>
+constexpr bool kIsHere = false;
+template <class Codec>
+constexpr bool kIsHere<Codec, decltype(void(sizeof(Codec)))> = true;
+
 template <class Codec, int... i>
-constexpr CodecKernels codec_kernels(Indices<i...>) {
-  if constexpr (Codec::kIsOfBytes) {
+constexpr CodecKernels kernels_of(Indices<i...>) {
+  if constexpr (!kIsHere<Codec>) {
+    return {};
+  } else if constexpr (Codec::kIsOfBytes) {
     return {{dot_bytes<Codec, kDotRows[i]>...},
             {},
             decode_bytes<Codec, float>,
@@ -146,34 +156,6 @@ constexpr CodecKernels codec_kernels(Indices<i...>) {
   }
 }
 
-// Whether the headers of the part have the codec.
-#define MM_BLOCK(name, Struct, ...) struct Struct;
-#include "metal/formats.def"
-template <class Codec, class = void>
-constexpr bool kIsHere = false;
-template <class Codec>
-constexpr bool kIsHere<Codec, decltype(void(sizeof(Codec)))> = true;
-#if defined(__AVX512VBMI__)  // the other codecs are those of avx512
-template <class Codec>
-constexpr bool kIsOfPart = false;
-template <>
-constexpr bool kIsOfPart<Affine5> = true;
-template <>
-constexpr bool kIsOfPart<Affine6> = true;
-#else
-template <class Codec>
-constexpr bool kIsOfPart = kIsHere<Codec>;
-#endif
-
-template <class Codec>
-constexpr CodecKernels kernels_of() {
-  if constexpr (kIsOfPart<Codec>) {
-    return codec_kernels<Codec>(UpTo<kNumDotKernels>::type{});
-  } else {
-    return {};
-  }
-}
-
 #define MM_JOIN_(a, b) a##b
 #define MM_JOIN(a, b) MM_JOIN_(a, b)
 #ifdef MM_PART
@@ -181,17 +163,18 @@ constexpr CodecKernels kernels_of() {
 #else
 #define MM_PART_NAME kPart0
 #endif
+#define MM_KERNELS(name, Struct, ...) kernels_of<Struct>(UpTo<kNumDotKernels>::type{}),
 #if MM_HAS(3)
-#define MM_PLANES(name, Struct, ...) kernels_of<Struct>(),
+#define MM_PLANES MM_KERNELS
 #else
-#define MM_PLANES(name, Struct, ...) CodecKernels{},
+#define MM_PLANES(...) CodecKernels{},
 #endif
 
 extern const IsaPart MM_PART_NAME;
 const IsaPart MM_PART_NAME = {{
 #define MM_DENSE MM_PLANES
 #define MM_AFFINE MM_PLANES
-#define MM_BLOCK(name, Struct, ...) kernels_of<Struct>(),
+#define MM_BLOCK MM_KERNELS
 #include "metal/formats.def"
 }};
 

@@ -1,82 +1,115 @@
+// The instruction sets that this build holds, and which of them this machine runs.
 #if defined(__x86_64__)
 #include <cpuid.h>
+#elif defined(__aarch64__) && !defined(__APPLE__)
+#include <sys/auxv.h>
 #endif
 
 #include <cstdlib>
+#include <vector>
 
 #include "half.h"
-#include "kernels.h"
+#include "int8/kernels.h"
 #include "plan/names.h"
 
 namespace metalmm::cpu {
 
-// MM_FOR_EACH_ISA(X): X(name, whether this machine runs it), best first. The build says what it
-// holds.
-#if defined(__x86_64__)
-#define MM_HAS_AVX512                                                             \
-  __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&      \
-      __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl") && \
-      __builtin_cpu_supports("fma")
-#define MM_HAS_AVX2 \
-  __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") && __builtin_cpu_supports("f16c")
-#if defined(MM_AVX_VNNI)  // the compiler has it
-#define MM_AVX2VNNI(X) X(avx2vnni, MM_HAS_AVX2&& has_avx_vnni())
-#else
-#define MM_AVX2VNNI(X)
-#endif
-#define MM_FOR_EACH_ISA(X)                                            \
-  X(avx512vbmi, MM_HAS_AVX512&& __builtin_cpu_supports("avx512vbmi")) \
-  X(avx512, MM_HAS_AVX512)                                            \
-  MM_AVX2VNNI(X)                                                      \
-  X(avx2, MM_HAS_AVX2)                                                \
-  X(scalar, true)
-#elif defined(__aarch64__)
-#define MM_FOR_EACH_ISA(X) \
-  X(neon, true)            \
-  X(scalar, true)
-#else
-#define MM_FOR_EACH_ISA(X) X(scalar, true)
-#endif
-
-#define MM_DECLARE(isa, runs)       \
-  namespace isa {                   \
-  extern const IsaKernels kKernels; \
+#define MM_SET(isa)                            \
+  namespace isa {                              \
+  extern const IsaKernels kKernels;            \
+  extern const int8::Kernels kInt8Kernels;     \
+  extern const IsaPart kPart3; /* of planes */ \
   }
-MM_FOR_EACH_ISA(MM_DECLARE)
-
+MM_SET(scalar)
 #if defined(__x86_64__)
-#if defined(MM_AVX_VNNI)
-// Intel's from Alder Lake on, AMD's from Zen 5 on. By the instruction: __builtin_cpu_supports knows
-// the name in newer compilers alone, and links what not every runtime library has.
-static bool has_avx_vnni() {
-  unsigned a = 0, b = 0, c = 0, d = 0;
-  return __get_cpuid_count(7, 1, &a, &b, &c, &d) && (a >> 4 & 1);
-}
-
-// avx2 with int8 kernels of its own (int8/select.cpp).
-namespace avx2vnni {
-const IsaKernels kKernels = [] {
-  IsaKernels k = avx2::kKernels;
-  k.name = "avx2vnni";
-  return k;
-}();
-}  // namespace avx2vnni
-#endif
+MM_SET(avx512vbmi)
+MM_SET(avx512vnni)
+MM_SET(avx512)
+MM_SET(avx2vnni)
+MM_SET(avx2)
 
 // avx512 with affine kernels that permute bytes: 5 and 6 bits at M = 1 take 1.47 of the time
 // without (Zen 5, one thread, W in the cache), at M = 4 1.05; the other 11 of 13 formats 0.93 to
 // 1.05. Formats of grids were not timed.
-namespace avx512vbmi {
-extern const IsaPart kPart3;
-const IsaKernels kKernels = [] {
+const IsaKernels avx512vbmi::kKernels = [] {
   IsaKernels k = avx512::kKernels;
   k.name = "avx512vbmi";
   for (int i = kIsaParts; i > 0; --i) k.parts[i] = k.parts[i - 1];
   k.parts[0] = &kPart3;
   return k;
 }();
-}  // namespace avx512vbmi
+
+// avx2 with int8 kernels of its own.
+const IsaKernels avx2vnni::kKernels = [] {
+  IsaKernels k = avx2::kKernels;
+  k.name = "avx2vnni";
+  return k;
+}();
+#elif defined(__aarch64__)
+MM_SET(neon_dot)
+MM_SET(neon)
 #endif
+
+namespace {
+
+// The exact kernels, and those of integer codes beside them.
+struct Set {
+  const IsaKernels* exact;
+  const int8::Kernels* codes;
+};
+
+#if defined(__x86_64__) && defined(MM_AVX_VNNI)  // the compiler has it
+// Intel's from Alder Lake on, AMD's from Zen 5 on. By the instruction: __builtin_cpu_supports knows
+// the name in newer compilers alone, and links what not every runtime library has.
+bool has_avx_vnni() {
+  unsigned a = 0, b = 0, c = 0, d = 0;
+  return __get_cpuid_count(7, 1, &a, &b, &c, &d) && (a >> 4 & 1);
+}
+#endif
+
+std::vector<Set> find_sets() {
+  std::vector<Set> out;
+#if defined(__x86_64__)
+#define MM_RUNS(name) (__builtin_cpu_supports(name) != 0)
+  const bool avx512 = MM_RUNS("avx512f") && MM_RUNS("avx512bw") && MM_RUNS("avx512dq") &&
+                      MM_RUNS("avx512vl") && MM_RUNS("fma");
+  const bool avx2 = MM_RUNS("avx2") && MM_RUNS("fma") && MM_RUNS("f16c");
+  // Without VNNI the longer vectors bring nothing that is tested.
+  const auto* codes = MM_RUNS("avx512vnni") ? &avx512vnni::kInt8Kernels : &avx2::kInt8Kernels;
+  if (avx512 && MM_RUNS("avx512vbmi")) out.push_back({&avx512vbmi::kKernels, codes});
+  if (avx512) out.push_back({&avx512::kKernels, codes});
+#if defined(MM_AVX_VNNI)
+  if (avx2 && has_avx_vnni()) out.push_back({&avx2vnni::kKernels, &avx2vnni::kInt8Kernels});
+#endif
+  if (avx2) out.push_back({&avx2::kKernels, &avx2::kInt8Kernels});
+#elif defined(__aarch64__)
+#if defined(__APPLE__)  // every Apple CPU of a Mac
+  const bool has_dot = true;
+#else
+  const bool has_dot = (getauxval(AT_HWCAP) & (1ul << 20)) != 0;  // HWCAP_ASIMDDP
+#endif
+  out.push_back({&neon::kKernels, has_dot ? &neon_dot::kInt8Kernels : &neon::kInt8Kernels});
+#endif
+  out.push_back({&scalar::kKernels, &scalar::kInt8Kernels});
+  return out;
+}
+
+const std::vector<Set>& sets() {
+  static const std::vector<Set> found = find_sets();
+  return found;
+}
+
+const Set& current() {
+  static const Set& chosen = [&]() -> const Set& {
+    const char* wanted = std::getenv("METALMM_CPU_ISA");
+    if (wanted == nullptr || *wanted == '\0') return sets().front();
+    return sets()[find_name("METALMM_CPU_ISA", wanted, static_cast<int>(sets().size()), isa_name,
+                            " on this machine")];
+  }();
+  return chosen;
+}
+
+}  // namespace
 
 const float* const half_table = [] {
   auto* table = new float[1 << 16];
@@ -84,33 +117,19 @@ const float* const half_table = [] {
   return table;
 }();
 
-const IsaKernels* const* available_isas(int* count) {
-  static const IsaKernels* isas[5];
-  static const int n = [] {
-    int found = 0;
-#define MM_COLLECT(isa, runs) \
-  if (runs) isas[found++] = &isa::kKernels;
-    MM_FOR_EACH_ISA(MM_COLLECT)
-    return found;
-  }();
-  *count = n;
-  return isas;
+const char* isa_name(int i) {
+  return i < static_cast<int>(sets().size()) ? sets()[i].exact->name : nullptr;
 }
 
-const IsaKernels& current_isa() {
-  static const IsaKernels* chosen = [] {
-    int count;
-    const IsaKernels* const* isas = available_isas(&count);
-    const char* wanted = std::getenv("METALMM_CPU_ISA");
-    if (wanted == nullptr || *wanted == '\0') return isas[0];
-    for (int i = 0; i < count; ++i) {
-      if (std::string_view(wanted) == isas[i]->name) return isas[i];
-    }
-    throw std::invalid_argument(unknown_name(
-        "METALMM_CPU_ISA", wanted, count, [isas](int i) { return isas[i]->name; },
-        " on this machine"));
-  }();
-  return *chosen;
+const IsaKernels& current_isa() { return *current().exact; }
+
+namespace int8 {
+
+const Kernels& current_kernels() { return *current().codes; }
+
+bool has_codes(const Format& format) {
+  return current_kernels().codec[static_cast<int>(format.codec)].gemv[0][0] != nullptr;
 }
 
+}  // namespace int8
 }  // namespace metalmm::cpu

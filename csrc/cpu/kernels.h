@@ -13,15 +13,15 @@ namespace metalmm::cpu {
 // f32 of every f16. Filled when the library is loaded, by code for the baseline instruction set.
 extern const float* const half_table;
 
-// A block of codes of a byte each, with a scale for 16 of them.
+// A block of at most 256 codes of a byte each, with a scale for 16 of them.
 struct ByteBlock {
-  int8_t* q;
-  float* scale;
+  int8_t q[256];
+  float scale[16];
 };
 // A format whose blocks become such ones (codecs/bytes.h).
 struct ByteFormat {
   int block_bytes;
-  void (*open)(const uint8_t* block, ByteBlock out);
+  void (*open)(const uint8_t* block, ByteBlock& out);
 };
 
 // Where the planes of an affine row are; unused by the other formats.
@@ -181,8 +181,9 @@ struct IsaKernels {
   }
 };
 
-// The instruction sets this build holds and this machine runs, best first.
-const IsaKernels* const* available_isas(int* count);
+// The name of the i-th instruction set of those that this build holds and this machine runs, best
+// first; null behind the last.
+const char* isa_name(int i);
 
 // The one in use: the best, or the one named by the environment variable METALMM_CPU_ISA.
 // Throws std::invalid_argument when that names none of the available.

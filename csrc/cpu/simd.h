@@ -46,8 +46,25 @@ struct UpTo<0, i...> {
 };
 
 // Compiler vectors: operators work lane by lane; contraction is off, so a * b + c rounds twice.
-typedef float F __attribute__((vector_size(4 * kWidth)));
-typedef int32_t I __attribute__((vector_size(4 * kWidth)));
+template <int kBytes>
+struct Vec;
+#define MM_VEC(n)                                          \
+  template <>                                              \
+  struct Vec<n> {                                          \
+    typedef int32_t Ints __attribute__((vector_size(n)));  \
+    typedef float Floats __attribute__((vector_size(n)));  \
+    typedef int64_t Longs __attribute__((vector_size(n))); \
+  };
+MM_VEC(16)
+MM_VEC(32)
+MM_VEC(64)
+#undef MM_VEC
+template <int kBytes>
+using Ints = typename Vec<kBytes>::Ints;
+template <int kBytes>
+using Floats = typename Vec<kBytes>::Floats;
+using F = Floats<4 * kWidth>;
+using I = Ints<4 * kWidth>;
 typedef uint8_t U8 __attribute__((vector_size(kWidth)));
 typedef int8_t S8 __attribute__((vector_size(kWidth)));
 typedef uint16_t U16 __attribute__((vector_size(2 * kWidth)));
@@ -96,17 +113,32 @@ MM_INLINE I load_s8(const uint8_t* p) {
 }
 
 // a * b + c with one rounding where the machine has it.
-MM_INLINE F fma(F a, F b, F c) {
-#if defined(__AVX512F__)
-  return _mm512_fmadd_ps(a, b, c);
-#elif defined(__FMA__)
-  return _mm256_fmadd_ps(a, b, c);
+MM_INLINE float fma(float a, float b, float c) {
+#if defined(__FMA__) || defined(MM_NEON)
+  return __builtin_fmaf(a, b, c);
+#else
+  return a * b + c;
+#endif
+}
+MM_INLINE Floats<16> fma(Floats<16> a, Floats<16> b, Floats<16> c) {
+#if defined(__FMA__)
+  return _mm_fmadd_ps(a, b, c);
 #elif defined(MM_NEON)
   return vfmaq_f32(c, a, b);
 #else
   return a * b + c;
 #endif
 }
+#if defined(__AVX2__)
+MM_INLINE Floats<32> fma(Floats<32> a, Floats<32> b, Floats<32> c) {
+  return _mm256_fmadd_ps(a, b, c);
+}
+#endif
+#if defined(__AVX512F__)
+MM_INLINE Floats<64> fma(Floats<64> a, Floats<64> b, Floats<64> c) {
+  return _mm512_fmadd_ps(a, b, c);
+}
+#endif
 
 // The codes of a chunk in a byte each, put together before they are widened. An operation on them
 // costs a quarter of one on the same codes as integers.
@@ -235,27 +267,27 @@ MM_INLINE void in_order([[maybe_unused]] const T*& p, [[maybe_unused]] V& v) {
 
 // Sum of the lanes, as a tree of halves, in registers: Zen 5, one thread, q4_0 1024 x 1024 in 22.6
 // us, 25.7 where the lanes went through memory.
-MM_INLINE float sum(F v) {
+MM_INLINE float sum(Floats<16> v) {
 #if defined(__AVX2__)
-#if defined(__AVX512F__)
-  const __m256 eight = _mm512_castps512_ps256(v) + _mm512_extractf32x8_ps(v, 1);
-#else
-  const __m256 eight = v;
-#endif
-  const __m128 four = _mm256_castps256_ps128(eight) + _mm256_extractf128_ps(eight, 1);
-  const __m128 two = four + _mm_movehl_ps(four, four);
+  const __m128 two = v + _mm_movehl_ps(v, v);
   return _mm_cvtss_f32(two) + _mm_cvtss_f32(_mm_movehdup_ps(two));
 #elif defined(MM_NEON)
   return vpadds_f32(vadd_f32(vget_low_f32(v), vget_high_f32(v)));
 #else
-  float lane[kWidth];
-  store(lane, v);
-  for (int n = kWidth / 2; n > 0; n /= 2) {
-    for (int i = 0; i < n; ++i) lane[i] += lane[i + n];
-  }
-  return lane[0];
+  const float even = v[0] + v[2], odd = v[1] + v[3];
+  return even + odd;
 #endif
 }
+#if defined(__AVX2__)
+MM_INLINE float sum(Floats<32> v) {
+  return sum(_mm256_castps256_ps128(v) + _mm256_extractf128_ps(v, 1));
+}
+#endif
+#if defined(__AVX512F__)
+MM_INLINE float sum(Floats<64> v) {
+  return sum(_mm512_castps512_ps256(v) + _mm512_extractf32x8_ps(v, 1));
+}
+#endif
 
 MM_INLINE float half_to_float(const uint8_t* p) {
 #if defined(__F16C__)
@@ -349,56 +381,5 @@ MM_INLINE I select_bits(uint32_t bits, int32_t value) {
   return ((I{} + static_cast<int32_t>(bits)) & weight) != 0 ? I{} + value : I{};
 #endif
 }
-
-#if defined(__AVX512F__)
-// scale * values[code]: a table of 16 values, scaled once, then one permute per vector.
-struct Table16 {
-  F entries;
-  Table16() = default;
-  MM_INLINE Table16(const float* values, F scale) : entries(load(values) * scale) {}
-  // The permute reads the low four bits of each lane only.
-  MM_INLINE F operator()(I code) const {
-    return _mm512_permutexvar_ps(reinterpret_cast<__m512i>(code), entries);
-  }
-};
-#endif
-
-// scale * (code - 8) for 4-bit codes. Where a table of 16 takes two permutes and a choice (AVX2),
-// or is read value by value, arithmetic is faster: the products of a token of q4_0, AVX2, 6.75 ms
-// by it and 9.87 by a table.
-#if defined(__AVX512F__)
-struct Centred16 : Table16 {
-  static constexpr float kValues[16] = {-8, -7, -6, -5, -4, -3, -2, -1, 0, 1, 2, 3, 4, 5, 6, 7};
-  Centred16() = default;
-  MM_INLINE explicit Centred16(F scale) : Table16(kValues, scale) {}
-};
-#else
-struct Centred16 {
-  F scale;
-  Centred16() = default;
-  MM_INLINE explicit Centred16(F s) : scale(s) {}
-  MM_INLINE F operator()(I code) const { return to_float((code & 15) - 8) * scale; }
-};
-#endif
-
-// scale * code + offset for 4-bit codes. The product is exact, so fma rounds as the specification
-// does.
-struct Linear16 {
-  Linear16() = default;
-#if defined(__AVX512F__)
-  F entries;
-  MM_INLINE Linear16(F scale, F offset) {
-    const F code = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
-    entries = fma(code, scale, offset);
-  }
-  MM_INLINE F operator()(I code) const {
-    return _mm512_permutexvar_ps(reinterpret_cast<__m512i>(code), entries);
-  }
-#else
-  F scale, offset;
-  MM_INLINE Linear16(F s, F o) : scale(s), offset(o) {}
-  MM_INLINE F operator()(I code) const { return fma(to_float(code & 15), scale, offset); }
-#endif
-};
 
 }  // namespace metalmm::cpu::MM_ISA

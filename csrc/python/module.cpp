@@ -58,10 +58,8 @@ PYBIND11_MODULE(_C, m) {
   m.def(
       "cpu_isas",
       [] {
-        int count;
-        const auto* isas = metalmm::cpu::available_isas(&count);
         py::list out;
-        for (int i = 0; i < count; ++i) out.append(isas[i]->name);
+        for (int i = 0; const char* name = metalmm::cpu::isa_name(i); ++i) out.append(name);
         return out;
       },
       "Instruction sets of the CPU engine that this machine runs, best first.");

@@ -1,7 +1,7 @@
 // GGML blocks whose codes open() turns into a byte each, with a scale per 16 values: ternary ones,
 // nvfp4, and those of grids (grid.h). The bytes of a block stay in the first-level cache, and every
 // vector of values is a load, a conversion and a product. Such a format is a struct of
-//   open(block, ByteBlock)   the codes and scales of a block
+//   open(block, ByteBlock&)   the codes and scales of a block
 // and all of a block length share the kernels of ByteCodes, which are given a ByteFormat.
 #pragma once
 
@@ -15,14 +15,11 @@ struct ByteCodes : BlockCodec<kValues, 0> {  // of so many bytes as the format s
     const uint8_t* p;
     const ByteFormat* format;
   };
-  struct Block {
-    int8_t q[kValues];
-    float scale[kValues / 16];
-  };
+  using Block = ByteBlock;
   static MM_INLINE Row row(const uint8_t* p, const RowLayout& l) { return {p, l.bytes}; }
   static MM_INLINE int block_bytes(const Row& row) { return row.format->block_bytes; }
   static MM_INLINE void open(const Row& row, int64_t block, Block& k) {
-    row.format->open(row.p + block * block_bytes(row), {k.q, k.scale});
+    row.format->open(row.p + block * block_bytes(row), k);
   }
   template <int kVector>
   static MM_INLINE F get(const Block& k, int chunk) {
@@ -39,8 +36,8 @@ struct OfBytes : BlockCodec<kValues, kBytes> {
 
 template <int kBytes>
 struct TernaryBlock : OfBytes<256, kBytes> {
-  static MM_INLINE void scale_all(ByteBlock k, float d) {
-    for (int i = 0; i < 16; ++i) k.scale[i] = d;
+  static MM_INLINE void scale_all(ByteBlock& k, float d) {
+    for (float& scale : k.scale) scale = d;
   }
 };
 
@@ -57,7 +54,7 @@ struct TQ1_0 : TernaryBlock<54> {
     }
     return out;
   }
-  static void open(const uint8_t* b, ByteBlock k) {
+  static void open(const uint8_t* b, ByteBlock& k) {
     typedef uint8_t Half __attribute__((vector_size(16)));
     typedef uint8_t Four __attribute__((vector_size(4)));
     int8_t* q = digits<Bytes, 5>(b, k.q);
@@ -69,7 +66,7 @@ struct TQ1_0 : TernaryBlock<54> {
 
 // d (q - 1): two bits a code; bits [2t, 2t + 2) of byte 32n + l are value 128n + 32t + l.
 struct TQ2_0 : TernaryBlock<66> {
-  static void open(const uint8_t* b, ByteBlock k) {
+  static void open(const uint8_t* b, ByteBlock& k) {
     for (int chunk = 0; chunk < 8; ++chunk) {
       const Bytes q = (load_bytes(b + chunk / 4 * 32) >> chunk % 4 * 2 & 3) - 1;
       std::memcpy(k.q + chunk * kChunkValues, &q, sizeof q);
@@ -93,7 +90,7 @@ struct NVFP4 : OfBytes<64, 36> {
     typedef uint64_t Longs __attribute__((vector_size(kChunkValues)));
     return reinterpret_cast<Bytes>(load_as<Longs>(both) >> Longs{0, 4, 0, 4}) & 15;
   }
-  static void open(const uint8_t* b, ByteBlock k) {
+  static void open(const uint8_t* b, ByteBlock& k) {
     static constexpr ByteTable kTable = byte_table(kFP4Doubled, 0);
     for (int g = 0; g < 4; ++g) k.scale[g] = scale(b[g]);
     for (int chunk = 0; chunk < 2; ++chunk) {

@@ -39,6 +39,57 @@ struct BlockCodec {
   static MM_INLINE const uint8_t* at(Row row, int64_t block) { return row + block * kBytes; }
 };
 
+#if defined(__AVX512F__)
+// scale * values[code]: a table of 16 values, scaled once, then one permute per vector.
+struct Table16 {
+  F entries;
+  Table16() = default;
+  MM_INLINE Table16(const float* values, F scale) : entries(load(values) * scale) {}
+  // The permute reads the low four bits of each lane only.
+  MM_INLINE F operator()(I code) const {
+    return _mm512_permutexvar_ps(reinterpret_cast<__m512i>(code), entries);
+  }
+};
+#endif
+
+// scale * (code - 8) for 4-bit codes. Where a table of 16 takes two permutes and a choice (AVX2),
+// or is read value by value, arithmetic is faster: the products of a token of q4_0, AVX2, 6.75 ms
+// by it and 9.87 by a table.
+#if defined(__AVX512F__)
+struct Centred16 : Table16 {
+  static constexpr float kValues[16] = {-8, -7, -6, -5, -4, -3, -2, -1, 0, 1, 2, 3, 4, 5, 6, 7};
+  Centred16() = default;
+  MM_INLINE explicit Centred16(F scale) : Table16(kValues, scale) {}
+};
+#else
+struct Centred16 {
+  F scale;
+  Centred16() = default;
+  MM_INLINE explicit Centred16(F s) : scale(s) {}
+  MM_INLINE F operator()(I code) const { return to_float((code & 15) - 8) * scale; }
+};
+#endif
+
+// scale * code + offset for 4-bit codes. The product is exact, so fma rounds as the specification
+// does.
+struct Linear16 {
+  Linear16() = default;
+#if defined(__AVX512F__)
+  F entries;
+  MM_INLINE Linear16(F scale, F offset) {
+    const F code = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
+    entries = fma(code, scale, offset);
+  }
+  MM_INLINE F operator()(I code) const {
+    return _mm512_permutexvar_ps(reinterpret_cast<__m512i>(code), entries);
+  }
+#else
+  F scale, offset;
+  MM_INLINE Linear16(F s, F o) : scale(s), offset(o) {}
+  MM_INLINE F operator()(I code) const { return fma(to_float(code & 15), scale, offset); }
+#endif
+};
+
 // Nibble order of the 32-blocks: byte j holds value j (low) and j + 16 (high).
 template <int kVector>
 MM_INLINE I nibbles(const uint8_t* qs) {

@@ -4,28 +4,11 @@
 #include <type_traits>
 
 #include "codecs_pairs.h"
+#include "cpu/passes.h"
 
 namespace metalmm::cpu::MM_ISA {
 
-template <class Codec>
-MM_INLINE void prefetch_block(const uint8_t* row, int64_t block) {
-  for (int i = 0; i < Codec::kBlockBytes; i += 64) {
-    __builtin_prefetch(row + block * Codec::kBlockBytes + i + kPrefetchBytes);
-  }
-}
-
-// The scales and biases of the row behind, of a format that has them in planes: they lie apart from
-// what is read in order, and each line of them serves 1024 values or more. One thread, cold
-// affine4_g64 (Zen 4): 5.9 cycles a chunk without.
-template <class Codec>
-MM_INLINE void prefetch_planes(const Weight& w, const uint8_t* row) {
-  if (sizeof(typename Codec::Row) == sizeof row) return;  // one pointer: no planes
-  const RowLayout& l = w.layout;
-  const int64_t end = 2 * l.biases_offset - l.scales_offset;
-  for (int64_t i = l.scales_offset; i < end; i += 64) __builtin_prefetch(row + w.row_stride + i);
-}
-
-// Products of a row of W with kM rows of x, chunk by chunk. Traffic: kParts + 1 bytes a value of x.
+// What a row of W gives with kM rows of x, chunk by chunk. Traffic: kParts + 1 bytes a value of x.
 template <class Codec, int kParts, int kM>
 class ChunkSum {
   using Codes = Integers<Codec>;
@@ -63,7 +46,7 @@ class ChunkSum {
     }
   }
 
-  MM_INLINE float total(int m) const { return sum_of(lanes_[m]) + mins_[m]; }
+  MM_INLINE float total(int m) const { return sum(lanes_[m]) + mins_[m]; }
 
  private:
   // The scales of the block's groups, those of W times those of x.
@@ -85,12 +68,12 @@ class ChunkSum {
     if constexpr (kKind.min) {
       const uint8_t* added = x.added + 4 * b * kGroups;
       if constexpr (kGroups == 1) {
-        mins_[m] = fma_of(load_as<float>(added), *Codes::mins(block), mins_[m]);
+        mins_[m] = fma(load_as<float>(added), *Codes::mins(block), mins_[m]);
       } else {
 #pragma GCC unroll 4
         for (int i = 0; i < kGroups; i += kLanes) {
           const V of_x = load_as<V>(added + 4 * i);
-          lanes_[m] = fma_of(of_x, load_as<V>(Codes::mins(block) + i), lanes_[m]);
+          lanes_[m] = fma(of_x, load_as<V>(Codes::mins(block) + i), lanes_[m]);
         }
       }
     }
@@ -129,7 +112,7 @@ class ChunkSum {
       }
       static_assert(int8::kBase == (1 << 8) - 1, "shifts, where vectors multiply slowly");
       if (kParts == 2) sum += (high << 8) - high;
-      lanes = fma_of(__builtin_convertvector(sum, V), of_groups(scales, c, i), lanes);
+      lanes = fma(__builtin_convertvector(sum, V), of_groups(scales, c, i), lanes);
     }
   }
 
@@ -157,7 +140,7 @@ class PairSum {
       scales[m] = wide(load_as<V>(Codes::scales(block)) * load_as<V>(x[m].scale + b * kGroups));
       if constexpr (kKind.min) {
         const V added = load_as<V>(x[m].added + 4 * b * kGroups);
-        mins_[m] = fma_of(added, load_as<V>(Codes::mins(block)), mins_[m]);
+        mins_[m] = fma(added, load_as<V>(Codes::mins(block)), mins_[m]);
       }
     }
 #pragma GCC unroll 4
@@ -170,18 +153,18 @@ class PairSum {
         if constexpr (!kKind.min) sum = load_as<Ints<64>>(x[m].added + at);
         sum = dot<CodeRange::kPlain>(sum, w, load_as<Ints<64>>(x[m].codes + at));
         const __m512 of_groups = _mm512_permutexvar_ps(groups_of(c), scales[m]);
-        lanes_[m] = fma_of(__builtin_convertvector(sum, Floats<64>),
-                           reinterpret_cast<Floats<64>>(of_groups), lanes_[m]);
+        lanes_[m] = fma(__builtin_convertvector(sum, Floats<64>),
+                        reinterpret_cast<Floats<64>>(of_groups), lanes_[m]);
       }
     }
   }
 
   MM_INLINE float total(int m) const {
-    __m512 sum = reinterpret_cast<__m512>(lanes_[m]);
-    if constexpr (kGroups == 16) sum = _mm512_add_ps(sum, wide(mins_[m]));
-    auto half = _mm256_add_ps(_mm512_castps512_ps256(sum), _mm512_extractf32x8_ps(sum, 1));
+    __m512 all = reinterpret_cast<__m512>(lanes_[m]);
+    if constexpr (kGroups == 16) all = _mm512_add_ps(all, wide(mins_[m]));
+    auto half = _mm256_add_ps(_mm512_castps512_ps256(all), _mm512_extractf32x8_ps(all, 1));
     if constexpr (kGroups == 8) half = _mm256_add_ps(half, reinterpret_cast<__m256>(mins_[m]));
-    return sum_of(reinterpret_cast<Floats<32>>(half));
+    return sum(reinterpret_cast<Floats<32>>(half));
   }
 
  private:
@@ -206,9 +189,14 @@ class PairSum {
 };
 #endif
 
-// Owner: one thread; kRows rows of W at a time, a kRows-th of the range apart (cpu/isa.cpp's Dot
-// says why). Traffic: W once, decoded into registers; kM rows of x, kParts + 1 bytes a value, once
-// per row of W.
+template <class Sum>
+MM_INLINE float total(const Sum& sums, int m) {
+  return sums.total(m);
+}
+
+// Owner: one thread; kRows rows of W at a time, a kRows-th of the range apart (cpu/dot.h says why).
+// Traffic: W once, decoded into registers; kM rows of x, kParts + 1 bytes a value, once per row of
+// W.
 template <class Codec, int kRows, int kParts, int kM>
 struct Int8Gemv {
   using Codes = Integers<Codec>;
@@ -225,32 +213,18 @@ struct Int8Gemv {
     typename Codec::Row row[kRows];
     for (int r = 0; r < kRows; ++r) row[r] = Codec::row(p[r], g.weight.layout);
     typename Codes::Block open[kRows];
+    const Stream stream(g.weight);
     for (int64_t b = 0; b < blocks; ++b) {
 #pragma GCC unroll 4
       for (int r = 0; r < kRows; ++r) {
-        prefetch_block<Codec>(p[r], b);
+        stream.fetch(p[r], b, Codec::kBlockBytes, kPrefetchBytes);
         Codes::open(row[r], b, open[r]);
         y[r].add(open[r], g.x, b);
       }
     }
   }
 
-  static void run(const int8::GemvArgs& g) {
-    const int64_t n_rows = g.last_row - g.first_row, passes = ceil_div(n_rows, kRows);
-    for (int64_t i = 0; i < passes; ++i) {
-      const uint8_t* p[kRows];
-      for (int r = 0; r < kRows; ++r) {
-        const int64_t n = i + r * passes;
-        p[r] = g.weight.row(g.first_row + (n < n_rows ? n : n_rows - 1));
-        prefetch_planes<Codec>(g.weight, p[r]);
-      }
-      Sum y[kRows];
-      multiply_rows(g, p, y);
-      for (int r = 0; r < kRows && i + r * passes < n_rows; ++r) {
-        for (int m = 0; m < kM; ++m) g.y[m * g.y_stride + i + r * passes] = y[r].total(m);
-      }
-    }
-  }
+  static void run(const int8::GemvArgs& g) { run_passes<Int8Gemv, Sum, kRows, kM>(g); }
 };
 
 }  // namespace metalmm::cpu::MM_ISA

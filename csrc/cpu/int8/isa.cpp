@@ -16,13 +16,14 @@ void decode_codes(const Weight& w, int64_t n, int64_t first, int64_t last, const
   using Codes = Integers<Codec>;
   constexpr int kGroups = Codec::kBlockValues / Codes::kKind.sub;
   const uint8_t* p = w.row(n);
-  if (first == 0) prefetch_planes<Codec>(w, p);
+  if (first == 0) fetch_planes(w, p);
   const auto row = Codec::row(p, w.layout);
   typename Codes::Block open;
+  const Stream stream(w);
   uint8_t* codes = out.codes;
   float *scale = out.scale, *min = out.min;
   for (int64_t b = first / Codec::kBlockValues; b < last / Codec::kBlockValues; ++b) {
-    prefetch_block<Codec>(p, b);
+    stream.fetch(p, b, Codec::kBlockBytes, kPrefetchBytes);
     Codes::open(row, b, open);
 #pragma GCC unroll 8
     for (int c = 0; c < Codec::kBlockValues / kChunkValues; ++c, codes += kChunkValues) {
@@ -86,13 +87,13 @@ struct Int8Tile {
       const V d = every<kBytes>(t.w.row(r).scale[group]);
 #pragma GCC unroll 4
       for (int p = 0; p < kPanels; ++p) {
-        y[r][p] = fma_of(__builtin_convertvector(sum[r][p], V) * scale[p], d, y[r][p]);
+        y[r][p] = fma(__builtin_convertvector(sum[r][p], V) * scale[p], d, y[r][p]);
       }
       if constexpr (kMin) {
         const V m = every<kBytes>(t.w.row(r).min[group]);
 #pragma GCC unroll 4
         for (int p = 0; p < kPanels; ++p) {
-          y[r][p] = fma_of(load_as<V>(added + p * t.panel_stride), m, y[r][p]);
+          y[r][p] = fma(load_as<V>(added + p * t.panel_stride), m, y[r][p]);
         }
       }
     }

@@ -6,24 +6,6 @@
 
 namespace metalmm::cpu::MM_ISA {
 
-template <int kBytes>
-struct Vec;
-#define MM_VEC(n)                                          \
-  template <>                                              \
-  struct Vec<n> {                                          \
-    typedef int32_t Ints __attribute__((vector_size(n)));  \
-    typedef float Floats __attribute__((vector_size(n)));  \
-    typedef int64_t Longs __attribute__((vector_size(n))); \
-  };
-MM_VEC(16)
-MM_VEC(32)
-MM_VEC(64)
-#undef MM_VEC
-template <int kBytes>
-using Ints = typename Vec<kBytes>::Ints;
-template <int kBytes>
-using Floats = typename Vec<kBytes>::Floats;
-
 constexpr int kVectorBytes = 4 * kWidth;
 // A vector of gemv has one row of x and one chunk: a longer one would hold two scales of W.
 constexpr int kGemvBytes = kVectorBytes < kChunkValues ? kVectorBytes : kChunkValues;
@@ -118,35 +100,6 @@ MM_INLINE Ints<64> dot(Ints<64> acc, Ints<64> w, Ints<64> x) {
 }
 #endif
 
-// a * b + c with one rounding where the machine has it.
-MM_INLINE Floats<16> fma_of(Floats<16> a, Floats<16> b, Floats<16> c) {
-#if defined(__FMA__)
-  return _mm_fmadd_ps(a, b, c);
-#elif defined(MM_NEON)
-  return vfmaq_f32(c, a, b);
-#else
-  return a * b + c;
-#endif
-}
-#if defined(__AVX2__)
-MM_INLINE Floats<32> fma_of(Floats<32> a, Floats<32> b, Floats<32> c) {
-  return _mm256_fmadd_ps(a, b, c);
-}
-#endif
-#if defined(__AVX512F__)
-MM_INLINE Floats<64> fma_of(Floats<64> a, Floats<64> b, Floats<64> c) {
-  return _mm512_fmadd_ps(a, b, c);
-}
-#endif
-
-MM_INLINE float fma_of(float a, float b, float c) {
-#if defined(__FMA__) || defined(MM_NEON)
-  return __builtin_fmaf(a, b, c);
-#else
-  return a * b + c;
-#endif
-}
-
 // A number in every lane; v - 0 is v.
 template <int kBytes>
 MM_INLINE Floats<kBytes> every(float v) {
@@ -165,17 +118,6 @@ MM_INLINE Ints<kBytes> repeated(const uint8_t* p) {
     return reinterpret_cast<Ints<kBytes>>(load_as<int64_t>(p) + typename Vec<kBytes>::Longs{});
   }
 }
-
-// Sum of the lanes as a tree of halves.
-MM_INLINE float sum_of(Floats<16> v) {
-  const float a = v[0] + v[2], b = v[1] + v[3];
-  return a + b;
-}
-#if defined(__AVX2__)
-MM_INLINE float sum_of(Floats<32> v) {
-  return sum_of(_mm256_castps256_ps128(v) + _mm256_extractf128_ps(v, 1));
-}
-#endif
 
 // Half i of 32 bytes, or the whole.
 template <int kBytes>

@@ -133,8 +133,7 @@ struct Writer {
     for (int64_t g = 0; g < groups; ++g, x += group) {
       const ScaleBias s = fit(x, group, kHigh);
       for (int i = 0; i < group; ++i) {
-        q[i] = static_cast<uint8_t>(
-            static_cast<int32_t>(to_code((x[i] - s.bias) / s.scale, 0.f, kHigh)));
+        q[i] = code_byte(to_code((x[i] - s.bias) / s.scale, 0.f, kHigh));
       }
       put(g, q, s);
     }
@@ -172,7 +171,7 @@ struct Writer {
     for (int i = 0; i < group; ++i) {
       store(q, best.q[i]);
       for (int l = 0; l < kLanes; ++l) {
-        codes_of[l][i] = static_cast<uint8_t>(static_cast<int32_t>(q[l]));
+        codes_of[l][i] = code_byte(q[l]);
       }
     }
     for (int l = 0; l < count; ++l) put(g + l, codes_of[l], {scale[l], bias[l]});

@@ -42,8 +42,7 @@ float symmetric_codes(const float* x, uint8_t* q) {
   const float d = signed_max32(x) / -kHalf;
   const float id = reciprocal(d);
   for (int i = 0; i < kBlock; ++i) {
-    q[i] = static_cast<uint8_t>(
-        static_cast<int32_t>(clamp(x[i] * id + (kHalf + 0.5f), 0.f, 2 * kHalf - 1)));
+    q[i] = code_byte(clamp(x[i] * id + (kHalf + 0.5f), 0.f, 2 * kHalf - 1));
   }
   return d;
 }
@@ -60,8 +59,7 @@ ScaleOffset asymmetric_codes(const float* x, uint8_t* q) {
   const float d = (r.high - r.low) / kHigh;
   const float id = reciprocal(d);
   for (int i = 0; i < kBlock; ++i) {
-    q[i] =
-        static_cast<uint8_t>(static_cast<int32_t>(clamp((x[i] - r.low) * id + 0.5f, 0.f, kHigh)));
+    q[i] = code_byte(clamp((x[i] - r.low) * id + 0.5f, 0.f, kHigh));
   }
   return {d, r.low};
 }

@@ -33,7 +33,7 @@ Scales quantize_scales(const float* v, int n, float levels) {
   const float inv = levels / top;
   Scales s{top / levels, {}};
   for (int i = 0; i < n && top != 0; ++i) {
-    s.code[i] = static_cast<uint8_t>(static_cast<int32_t>(to_code(inv * v[i], 0.f, levels)));
+    s.code[i] = code_byte(to_code(inv * v[i], 0.f, levels));
   }
   return s;
 }
@@ -75,8 +75,8 @@ Pair weighted_scales(const Searched& found) {
   Pair pair{{d[0], {}}, {d[1], {}}};
   for (int i = 0; i < kN; ++i) {
     store(code, codes[i]);
-    pair.sc.code[i] = static_cast<uint8_t>(static_cast<int32_t>(code[0]));
-    pair.m.code[i] = static_cast<uint8_t>(static_cast<int32_t>(code[1]));
+    pair.sc.code[i] = code_byte(code[0]);
+    pair.m.code[i] = code_byte(code[1]);
   }
   return pair;
 }
@@ -108,7 +108,7 @@ void requantize(const float* x, const Searched& found, const Pair& codes, float 
     const bool decodes = spacing != 0;
     for (int i = 0; i < kGroup; ++i) {
       const float v = decodes ? (x[i] + shift) / spacing : found.inv[s] * (x[i] - found.low[s]);
-      q[i] = static_cast<uint8_t>(static_cast<int32_t>(to_code(v, 0.f, kHigh)));
+      q[i] = code_byte(to_code(v, 0.f, kHigh));
     }
   }
 }

@@ -5,6 +5,8 @@
 #include <cstdint>
 #include <cstring>
 
+#include "cpu/half.h"
+
 namespace metalmm::cpu::quant {
 
 // A group whose largest |x| is below this is stored as zeros by the searched formats.
@@ -40,13 +42,7 @@ inline uint16_t to_half(float v) {
   return static_cast<uint16_t>(half | ((bits >> 16) & 0x8000u));
 }
 
-inline float from_half(uint16_t half) {
-  const uint32_t sign = static_cast<uint32_t>(half & 0x8000u) << 16;
-  const uint32_t mag = half & 0x7fffu;
-  if (mag >= 0x7c00u) return bits_float(sign | 0x7f800000u | (mag & 0x3ffu) << 13);
-  if (mag >= 0x0400u) return bits_float(sign | ((mag << 13) + kHalfRebias));
-  return bits_float(sign | float_bits(bits_float(0x3f000000u + mag) - 0.5f));
-}
+inline float from_half(uint16_t half) { return half_bits_to_float(half); }
 
 // Nearest bf16, ties to even; v is not NaN.
 inline uint16_t to_bfloat(float v) {
@@ -76,6 +72,9 @@ inline float clamp(float v, float low, float high) {
 inline float to_code(float v, float low, float high) {
   return clamp((v + kRounder) - kRounder, low, high);
 }
+
+// The integer part of a code of 0 to 255.
+inline uint8_t code_byte(float code) { return static_cast<uint8_t>(static_cast<int32_t>(code)); }
 
 // 1 / d, and 0 where d is 0.
 inline float reciprocal(float d) { return d == 0 ? 0.f : 1 / d; }

@@ -160,9 +160,7 @@ struct ByteDot {
       const float* x = a.x + b * S::kFloats * kM;
 #pragma GCC unroll 4
       for (int r = 0; r < kRows; ++r) {
-        for (int i = 0; i < Codec::kBlockBytes; i += 64) {
-          stream.fetch(p[r], b * Codec::kBlockBytes + i + kPrefetchBytes);
-        }
+        stream.fetch(p[r], b, Codec::kBlockBytes, kPrefetchBytes);
         Codes::open(row[r], b, open[r]);
         if (S::kGroups > 1) in_memory(open[r]);
         multiply_block(open[r], x, acc[r]);
@@ -173,7 +171,7 @@ struct ByteDot {
     }
   }
 
-  static void run(const DotArgs& a) { run_passes<ByteDot, kRows, kM>(a); }
+  static void run(const DotArgs& a) { run_passes<ByteDot, F[kM], kRows, kM>(a); }
 };
 
 // x of m rows, of which `rows` are stored, as ByteDot takes it.

@@ -93,9 +93,7 @@ struct StepDot {
     for (int64_t step = 0; step < steps; ++step, x += kStepFloats<Codec> * kM) {
 #pragma GCC unroll 4
       for (int r = 0; r < kRows; ++r) {
-        for (int i = 0; i < S::kBytes; i += 64) {
-          stream.fetch(p[r], step * S::kBytes + i + kStepPrefetchBytes);
-        }
+        stream.fetch(p[r], step, S::kBytes, kStepPrefetchBytes);
         S::open(row[r], step, open[r]);
       }
       multiply_step(open, x, acc);
@@ -109,7 +107,7 @@ struct StepDot {
     }
   }
 
-  static void run(const DotArgs& a) { run_passes<StepDot, kRows, kM>(a); }
+  static void run(const DotArgs& a) { run_passes<StepDot, F[kM], kRows, kM>(a); }
 };
 
 // x of m rows, of which `rows` are stored, as the step kernels take it.

@@ -15,14 +15,32 @@ struct BlockStep {
   static constexpr bool kOffset = false;
 };
 
+// A fold is a field of 2 bits of 64 bytes, its pairs the even and the odd ones.
 template <int kBlockBytes>
-struct OffsetStep : BlockStep<kBlockBytes> {
-  static constexpr bool kOffset = true;
+struct FieldStep : BlockStep<kBlockBytes> {
+  template <int kFold, class Step>
+  static MM_INLINE F scale(const Step& s) {
+    return permute(s.scale, fours(2 * kFold, 2 * kFold + 1, 2 * kFold + 8, 2 * kFold + 9));
+  }
+  static constexpr int value_at(int pair, int high, int lane) {
+    const int byte = byte_at(pair % 2, high, lane);
+    return byte / 32 * 128 + pair / 2 * 32 + byte % 32;
+  }
+};
+
+// A fold has four scales.
+template <int kBlockBytes>
+struct FourScales : BlockStep<kBlockBytes> {
+  template <int kFold, class Step>
+  static MM_INLINE F scale(const Step& s) {
+    return permute(s.scale, fours(4 * kFold, 4 * kFold + 1, 4 * kFold + 2, 4 * kFold + 3));
+  }
 };
 
 // scale code + offset, 16 of each.
 template <>
-struct Steps<Q2_K> : OffsetStep<84> {
+struct Steps<Q2_K> : FieldStep<84> {
+  static constexpr bool kOffset = true;
   struct Step {
     const uint8_t* codes;
     F scale, offset;
@@ -38,19 +56,11 @@ struct Steps<Q2_K> : OffsetStep<84> {
     static constexpr Levels kLevels = integers_from<4>(0);
     return kLevels(right<kPair / 2 * 2>(load_as<__m512i>(s.codes + kPair % 2)));
   }
-  template <int kFold>
-  static MM_INLINE F scale(const Step& s) {
-    return permute(s.scale, fours(2 * kFold, 2 * kFold + 1, 2 * kFold + 8, 2 * kFold + 9));
-  }
-  static constexpr int value_at(int pair, int high, int lane) {
-    const int byte = byte_at(pair % 2, high, lane);
-    return byte / 32 * 128 + pair / 2 * 32 + byte % 32;
-  }
   static constexpr int sum_of(int value) { return value / 16; }
 };
 
 template <>
-struct Steps<Q3_K> : BlockStep<110> {
+struct Steps<Q3_K> : FieldStep<110> {
   struct Step {
     __m512i low, high;
     F scale;
@@ -73,19 +83,13 @@ struct Steps<Q3_K> : BlockStep<110> {
     const __m512i codes = select(_mm512_set1_epi8(3), right<2 * kField>(s.low), high);
     return kLevels(kPair % 2 ? odd_bytes(codes) : codes);
   }
-  template <int kFold>
-  static MM_INLINE F scale(const Step& s) {
-    return permute(s.scale, fours(2 * kFold, 2 * kFold + 1, 2 * kFold + 8, 2 * kFold + 9));
-  }
-  static constexpr int value_at(int pair, int high, int lane) {
-    return Steps<Q2_K>::value_at(pair, high, lane);
-  }
 };
 
 // Chunks of 32 values by nibbles: bytes 0 to 31 of 64 hold chunk 0 (low) and 1 (high), bytes 32 to
 // 63 chunk 2 and 3. A fold is a nibble of 64 bytes, its pairs the even and the odd bytes.
 template <int kBlockBytes>
-struct SixBitStep : OffsetStep<kBlockBytes> {
+struct SixBitStep : BlockStep<kBlockBytes> {
+  static constexpr bool kOffset = true;
   template <int kFold, class Step>
   static MM_INLINE F scale(const Step& s) {
     constexpr int kFirst = six_bit_scale(kFold / 2 * 4 + kFold % 2);
@@ -143,7 +147,7 @@ struct Steps<Q5_K> : SixBitStep<176> {
 };
 
 template <>
-struct Steps<Q6_K> : BlockStep<210> {
+struct Steps<Q6_K> : FourScales<210> {
   struct Step {
     __m512i codes[4];  // 6 bits in a byte, 64 values each
     F scale;
@@ -166,17 +170,13 @@ struct Steps<Q6_K> : BlockStep<210> {
     const __m512i codes = s.codes[kPair / 2];
     return integers_of_6_bits<-32>(kPair % 2 ? odd_bytes(codes) : codes);
   }
-  template <int kFold>
-  static MM_INLINE F scale(const Step& s) {
-    return permute(s.scale, fours(4 * kFold, 4 * kFold + 1, 4 * kFold + 2, 4 * kFold + 3));
-  }
   static constexpr int value_at(int pair, int high, int lane) {
     return pair / 2 * 64 + byte_at(pair % 2, high, lane);
   }
 };
 
 template <>
-struct Steps<IQ4_XS> : BlockStep<136> {
+struct Steps<IQ4_XS> : FourScales<136> {
   static constexpr int kPairsOfFold = 4;
   struct Step {
     const uint8_t* codes;
@@ -198,10 +198,6 @@ struct Steps<IQ4_XS> : BlockStep<136> {
   static MM_INLINE __m512i pair(const Step& s) {
     static constexpr Levels kLevels = levels_of(kIQ4Levels);
     return kLevels(right<kPair % 4 * 4>(load_as<__m512i>(s.codes + kPair / 4 * 64)));
-  }
-  template <int kFold>
-  static MM_INLINE F scale(const Step& s) {
-    return permute(s.scale, fours(4 * kFold, 4 * kFold + 1, 4 * kFold + 2, 4 * kFold + 3));
   }
   static constexpr int value_at(int pair, int high, int lane) {
     const int byte = byte_at(pair / 2 % 2, high, lane);

@@ -28,7 +28,7 @@ struct Eight {
   void set(int i, Lanes codes) {
     float code[kLanes];
     store(code, codes);
-    for (int l = 0; l < kLanes; ++l) q[l][i] = static_cast<uint8_t>(static_cast<int32_t>(code[l]));
+    for (int l = 0; l < kLanes; ++l) q[l][i] = code_byte(code[l]);
   }
 };
 
