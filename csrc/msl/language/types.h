@@ -31,16 +31,19 @@ namespace metal {
 
 template <class T, int N>
 using vec = T __attribute__((ext_vector_type(N)));
+template <class T>
+struct packed3;
 
 }  // namespace metal
 
-// float2 … float4 have the alignment of their size (float3 that of float4); packed_float2 and
+// float2 … float4 have the alignment of their size (float3 that of float4); packed_float2 to
 // packed_float4 that of one component.
 #define MM_VECTOR_TYPES(T)                                        \
   using T##2 = metal::vec<T, 2>;                                  \
   using T##3 = metal::vec<T, 3>;                                  \
   using T##4 = metal::vec<T, 4>;                                  \
   typedef T##2 packed_##T##2 __attribute__((aligned(sizeof(T)))); \
+  using packed_##T##3 = metal::packed3<T>;                        \
   typedef T##4 packed_##T##4 __attribute__((aligned(sizeof(T))));
 MM_VECTOR_TYPES(char)
 MM_VECTOR_TYPES(uchar)
@@ -71,8 +74,6 @@ struct vector_of<vec<T, N>> {
   using element = T;
   static constexpr int size = N;
 };
-template <class T>
-struct packed3;
 template <class T>
 struct vector_of<packed3<T>> {
   using element = T;
@@ -158,12 +159,3 @@ METAL_FUNC constexpr To as_type(From x) {
 }  // namespace metal
 
 using metal::as_type;
-using packed_char3 = metal::packed3<char>;
-using packed_uchar3 = metal::packed3<uchar>;
-using packed_short3 = metal::packed3<short>;
-using packed_ushort3 = metal::packed3<ushort>;
-using packed_int3 = metal::packed3<int>;
-using packed_uint3 = metal::packed3<uint>;
-using packed_half3 = metal::packed3<half>;
-using packed_bfloat3 = metal::packed3<bfloat>;
-using packed_float3 = metal::packed3<float>;

@@ -40,14 +40,4 @@ METAL_FUNC uint word_from_lane_xor(uint word, uint metal_mask) {
 }
 
 }  // namespace warp
-
-namespace emulator {
-
-// (P)x as msl/translate.py writes it in other projects' text. The one that checks is the host's.
-template <class P, class X>
-METAL_FUNC P cast_pointer(X x) {
-  return (P)x;
-}
-
-}  // namespace emulator
 }  // namespace metal

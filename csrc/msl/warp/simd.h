@@ -7,6 +7,16 @@
 #include "library/simd_types.h"
 
 namespace metal {
+namespace emulator {
+
+// (P)x as msl/translate.py writes it in other projects' text. The one that checks is the host's.
+template <class P, class X>
+METAL_FUNC P cast_pointer(X x) {
+  return (P)x;
+}
+
+}  // namespace emulator
+
 namespace warp {
 
 // x of another lane, as 32-bit words.
