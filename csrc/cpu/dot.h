@@ -70,7 +70,7 @@ struct Dot {
     typename Codec::Row row[kRows];
     for (int r = 0; r < kRows; ++r) row[r] = Codec::row(p[r], a.weight.layout);
     Block open[kRows];
-    const Stream stream(a.weight);
+    const Stream<Codec> stream(a.weight);
     for (int64_t b = 0; b < blocks; ++b) {
 #pragma GCC unroll 4
       for (int r = 0; r < kRows; ++r) {
@@ -93,7 +93,7 @@ struct Dot {
     }
   }
 
-  static void run(const DotArgs& a) { run_passes<Dot, F[kM], kRows, kM>(a); }
+  static void run(const DotArgs& a) { run_passes<Codec, Dot, F[kM], kRows, kM>(a); }
 };
 
 }  // namespace metalmm::cpu::MM_ISA

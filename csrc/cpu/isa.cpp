@@ -113,7 +113,7 @@ constexpr StepKernels step_kernels(Indices<i...>) {
   return {};
 }
 
-// The kernels of all formats of bytes of a block length, told which one it is.
+// The kernels of all formats of bytes, told which one it is.
 template <class Codec>
 MM_INLINE Weight of_bytes(Weight w) {
   static constexpr ByteFormat kFormat{Codec::kBlockBytes, Codec::open};
@@ -124,11 +124,11 @@ template <class Codec, int kM>
 void dot_bytes(const DotArgs& given) {
   DotArgs a = given;
   a.weight = of_bytes<Codec>(given.weight);
-  kDot<ByteCodes<Codec::kBlockValues>, kM>(a);
+  kDot<ByteCodes, kM>(a);
 }
 template <class Codec, class T>
 void decode_bytes(const Weight& w, int64_t n, int64_t first, int64_t last, T* out) {
-  decode<ByteCodes<Codec::kBlockValues>>(of_bytes<Codec>(w), n, first, last, out);
+  decode<ByteCodes>(of_bytes<Codec>(w), n, first, last, out);
 }
 
 // Whether the headers of the part have the codec.

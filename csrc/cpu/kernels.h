@@ -13,15 +13,16 @@ namespace metalmm::cpu {
 // f32 of every f16. Filled when the library is loaded, by code for the baseline instruction set.
 extern const float* const half_table;
 
-// A block of at most 256 codes of a byte each, with a scale for 16 of them.
+// A block of codes of a byte each, with a scale for 16 of them.
+template <int kValues>
 struct ByteBlock {
-  int8_t q[256];
-  float scale[16];
+  int8_t q[kValues];
+  float scale[kValues / 16];
 };
-// A format whose blocks become such ones (codecs/bytes.h).
+// A format whose blocks become such ones of 256 values (codecs/bytes.h).
 struct ByteFormat {
   int block_bytes;
-  void (*open)(const uint8_t* block, ByteBlock& out);
+  void (*open)(const uint8_t* block, ByteBlock<256>& out);
 };
 
 // Where the planes of an affine row are; unused by the other formats.

@@ -21,7 +21,6 @@ constexpr int kVectors = kChunkValues / kWidth;
 // time: q4_0 1.07 with 512 bytes, 0.99 with 2048, with int8 activations 1.04 and 0.99.
 constexpr int kPrefetchBytes = 2048;
 
-template <int kValues>
 struct ByteCodes;  // bytes.h
 
 template <int kValues, int kBytes>
@@ -29,6 +28,7 @@ struct BlockCodec {
   static constexpr int kTailValueBytes = 0;  // non-zero where a row may end within a chunk
   static constexpr int kBlockValues = kValues;
   static constexpr int kBlockBytes = kBytes;
+  static constexpr bool kHasPlanes = false;  // codes, scales and biases of a row lie apart
   static constexpr bool kIsOfBytes = false;  // whether ByteCodes has the kernels
   template <class Row>
   static constexpr int block_bytes(const Row&) {

@@ -12,26 +12,27 @@
 namespace metalmm::cpu::MM_ISA {
 
 template <int kBytes>
-struct GridBlock : OfBytes<256, kBytes> {
+struct GridBlock : OfBytes<kBytes> {
+  using Block = ByteBlock<256>;
   static MM_INLINE float odd(uint32_t s) { return static_cast<float>(2 * s + 1); }
-  static MM_INLINE void store_scales(ByteBlock& k, int chunk, float first, float second) {
+  static MM_INLINE void store_scales(Block& k, int chunk, float first, float second) {
     k.scale[2 * chunk] = first;
     k.scale[2 * chunk + 1] = second;
   }
   // Two scales of a byte's nibbles.
-  static MM_INLINE void store_nibbles(ByteBlock& k, int chunk, float d, uint8_t s) {
+  static MM_INLINE void store_nibbles(Block& k, int chunk, float d, uint8_t s) {
     store_scales(k, chunk, d * odd(s & 15), d * odd(s >> 4));
   }
-  static MM_INLINE void store_group(ByteBlock& k, int group, uint64_t bytes) {
+  static MM_INLINE void store_group(Block& k, int group, uint64_t bytes) {
     std::memcpy(k.q + 8 * group, &bytes, sizeof bytes);
   }
   // Magnitudes, negative under a mask. No carry, since none of them is 0.
-  static MM_INLINE void store_signed(ByteBlock& k, int group, uint64_t magnitudes, uint64_t mask) {
+  static MM_INLINE void store_signed(Block& k, int group, uint64_t magnitudes, uint64_t mask) {
     store_group(k, group, (magnitudes ^ mask) + (mask & 0x0101010101010101u));
   }
   static MM_INLINE uint64_t even_signs(uint32_t code) { return kEvenSigns[code & 127]; }
   // Magnitudes of chunk c, which are in its place, negative where the sign's bit is set.
-  static MM_INLINE void sign_chunk(ByteBlock& k, int c, const uint8_t* signs) {
+  static MM_INLINE void sign_chunk(Block& k, int c, const uint8_t* signs) {
     const Bytes mask = spread_bits<255>(load_as<uint32_t>(signs + 4 * c));
     int8_t* q = k.q + c * kChunkValues;
     const Bytes out = (load_as<Bytes>(q) ^ mask) - mask;
@@ -41,7 +42,7 @@ struct GridBlock : OfBytes<256, kBytes> {
 
 // d (2 s + 1) / 8; 8 bytes per chunk: four codes; four times 7 bits of signs, 4 bits of s.
 struct IQ2_XXS : GridBlock<66> {
-  static void open(const uint8_t* b, ByteBlock& k) {
+  static void open(const uint8_t* b, Block& k) {
     const float d = half_to_float(b) * 0.125f;
     for (int c = 0; c < 8; ++c) {
       const uint8_t* codes = b + 2 + 8 * c;
@@ -57,7 +58,7 @@ struct IQ2_XXS : GridBlock<66> {
 
 // d (2 s + 1) / 8; 9 bits of code and 7 of signs per group, then 4 bits of s per 16 values.
 struct IQ2_XS : GridBlock<74> {
-  static void open(const uint8_t* b, ByteBlock& k) {
+  static void open(const uint8_t* b, Block& k) {
     const float d = half_to_float(b) * 0.125f;
     for (int c = 0; c < 8; ++c) store_nibbles(k, c, d, b[66 + c]);
     for (int g = 0; g < 32; ++g) {
@@ -69,7 +70,7 @@ struct IQ2_XS : GridBlock<74> {
 
 // d (2 s + 1) / 8; 8 bits of each code, signs, 2 bits of each code, 4 bits of s per 16 values.
 struct IQ2_S : GridBlock<82> {
-  static void open(const uint8_t* b, ByteBlock& k) {
+  static void open(const uint8_t* b, Block& k) {
     const float d = half_to_float(b) * 0.125f;
     for (int c = 0; c < 8; ++c) store_nibbles(k, c, d, b[74 + c]);
     for (int g = 0; g < 32; ++g) {
@@ -90,7 +91,7 @@ struct PairBlock : GridBlock<kBytes> {
 
 // d (2 s + 1) / 4; codes, then per chunk four times 7 bits of signs and 4 bits of s.
 struct IQ3_XXS : PairBlock<98> {
-  static void open(const uint8_t* b, ByteBlock& k) {
+  static void open(const uint8_t* b, Block& k) {
     const float d = half_to_float(b) * 0.25f;
     for (int c = 0; c < 8; ++c) {
       const uint32_t rest = load_as<uint32_t>(b + 66 + 4 * c);
@@ -107,7 +108,7 @@ struct IQ3_XXS : PairBlock<98> {
 
 // d (2 s + 1); 8 bits of each code, the ninth, signs, 4 bits of s per chunk.
 struct IQ3_S : PairBlock<110> {
-  static void open(const uint8_t* b, ByteBlock& k) {
+  static void open(const uint8_t* b, Block& k) {
     const float d = half_to_float(b);
     for (int c = 0; c < 8; ++c) {
       const float scale = d * odd(b[106 + c / 2] >> c % 2 * 4 & 15);
@@ -140,7 +141,7 @@ struct EighthBlock : GridBlock<kBytes> {
 
 // d (2 s + 1); 8 bits of each code, then per chunk 3 bits of each code, 3 bits of s, a sign.
 struct IQ1_S : EighthBlock<50> {
-  static void open(const uint8_t* b, ByteBlock& k) {
+  static void open(const uint8_t* b, Block& k) {
     const float d = half_to_float(b) * 0.125f;
     for (int c = 0; c < 8; ++c) {
       const uint32_t rest = load_as<uint16_t>(b + 34 + 2 * c);
@@ -157,7 +158,7 @@ struct IQ1_S : EighthBlock<50> {
 // d (2 s + 1); 8 bits of each code, nibbles of 3 bits of each code and a sign, four words of 3 bits
 // of s per 16 values, whose top nibbles make d.
 struct IQ1_M : EighthBlock<56> {
-  static void open(const uint8_t* b, ByteBlock& k) {
+  static void open(const uint8_t* b, Block& k) {
     uint32_t bits = 0;
     for (int i = 0; i < 4; ++i) bits |= (b[49 + 2 * i] >> 4) << 4 * i;
     const uint16_t top = static_cast<uint16_t>(bits);

@@ -146,6 +146,7 @@ struct AffineRow {
 // scale * code + bias
 template <int kBits>
 struct Affine : BlockCodec<kChunkValues, kChunkValues * kBits / 8> {
+  static constexpr bool kHasPlanes = true;
   static constexpr int kMask = (1 << kBits) - 1;
   using Row = AffineRow;
   struct Block {

@@ -213,7 +213,7 @@ struct Int8Gemv {
     typename Codec::Row row[kRows];
     for (int r = 0; r < kRows; ++r) row[r] = Codec::row(p[r], g.weight.layout);
     typename Codes::Block open[kRows];
-    const Stream stream(g.weight);
+    const Stream<Codec> stream(g.weight);
     for (int64_t b = 0; b < blocks; ++b) {
 #pragma GCC unroll 4
       for (int r = 0; r < kRows; ++r) {
@@ -224,7 +224,7 @@ struct Int8Gemv {
     }
   }
 
-  static void run(const int8::GemvArgs& g) { run_passes<Int8Gemv, Sum, kRows, kM>(g); }
+  static void run(const int8::GemvArgs& g) { run_passes<Codec, Int8Gemv, Sum, kRows, kM>(g); }
 };
 
 }  // namespace metalmm::cpu::MM_ISA

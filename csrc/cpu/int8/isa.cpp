@@ -1,7 +1,6 @@
 // The int8 kernels of one instruction set. Compiled once per set; MM_ISA names it.
 #include "codecs_block.h"
 #include "codecs_plane.h"
-#include "cpu/codecs/grid.h"
 #include "gemv.h"
 #include "pack.h"
 
@@ -11,15 +10,19 @@ using int8::Decoded;
 using int8::Kind;
 using int8::Layout;
 
+// Of codecs that no header here has there are no integer codes.
+#define MM_BLOCK(name, Struct, ...) struct Struct;
+#include "metal/formats.def"
+
 template <class Codec>
 void decode_codes(const Weight& w, int64_t n, int64_t first, int64_t last, const Decoded& out) {
   using Codes = Integers<Codec>;
   constexpr int kGroups = Codec::kBlockValues / Codes::kKind.sub;
   const uint8_t* p = w.row(n);
-  if (first == 0) fetch_planes(w, p);
+  if (first == 0) fetch_planes<Codec>(w, p);
   const auto row = Codec::row(p, w.layout);
   typename Codes::Block open;
-  const Stream stream(w);
+  const Stream<Codec> stream(w);
   uint8_t* codes = out.codes;
   float *scale = out.scale, *min = out.min;
   for (int64_t b = first / Codec::kBlockValues; b < last / Codec::kBlockValues; ++b) {

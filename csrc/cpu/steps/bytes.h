@@ -54,8 +54,7 @@ MM_INLINE F spread(Bytes codes, int v) {
 // Formats with scales in a plane have them in f32, too, where fma would round once what the
 // specification rounds twice; and in two operations affine4_g64 takes 572 us, by get() 549.
 template <class Codec>
-constexpr bool kHasByteSteps = Integers<Codec>::kKind.sub > 0 &&
-                               sizeof(typename Codec::Row) == sizeof(const uint8_t*);
+constexpr bool kHasByteSteps = Integers<Codec>::kKind.sub > 0 && !Codec::kHasPlanes;
 
 template <class Codec>
 struct ByteSteps {
@@ -155,7 +154,7 @@ struct ByteDot {
     typename Codec::Row row[kRows];
     for (int r = 0; r < kRows; ++r) row[r] = Codec::row(p[r], a.weight.layout);
     Block open[kRows];
-    const Stream stream(a.weight);
+    const Stream<Codec> stream(a.weight);
     for (int64_t b = 0; b < a.weight.k / Codec::kBlockValues; ++b) {
       const float* x = a.x + b * S::kFloats * kM;
 #pragma GCC unroll 4
@@ -171,7 +170,7 @@ struct ByteDot {
     }
   }
 
-  static void run(const DotArgs& a) { run_passes<ByteDot, F[kM], kRows, kM>(a); }
+  static void run(const DotArgs& a) { run_passes<Codec, ByteDot, F[kM], kRows, kM>(a); }
 };
 
 // x of m rows, of which `rows` are stored, as ByteDot takes it.

@@ -89,7 +89,7 @@ struct StepDot {
     for (int r = 0; r < kRows; ++r) row[r] = Codec::row(p[r], a.weight.layout);
     const float* x = a.x;
     Step open[kRows];
-    const Stream stream(a.weight);
+    const Stream<Codec> stream(a.weight);
     for (int64_t step = 0; step < steps; ++step, x += kStepFloats<Codec> * kM) {
 #pragma GCC unroll 4
       for (int r = 0; r < kRows; ++r) {
@@ -107,7 +107,7 @@ struct StepDot {
     }
   }
 
-  static void run(const DotArgs& a) { run_passes<StepDot, F[kM], kRows, kM>(a); }
+  static void run(const DotArgs& a) { run_passes<Codec, StepDot, F[kM], kRows, kM>(a); }
 };
 
 // x of m rows, of which `rows` are stored, as the step kernels take it.
