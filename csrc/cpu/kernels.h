@@ -25,7 +25,7 @@ struct ByteFormat {
   void (*open)(const uint8_t* block, ByteBlock<256>& out);
 };
 
-// Where the planes of an affine row are; unused by the other formats.
+// The places of the planes of an affine row; unused by the other formats.
 struct RowLayout {
   int64_t scales_offset = 0, biases_offset = 0;
   int group_shift = 0;  // log2 of the chunks that share a scale

@@ -17,8 +17,8 @@ namespace metalmm::cpu::MM_ISA {
 
 constexpr int kVectors = kChunkValues / kWidth;
 
-// How far ahead of a block its row is fetched. Zen 5, two threads, cold 4096 x 4096, of ggml's
-// time: q4_0 1.07 with 512 bytes, 0.99 with 2048, with int8 activations 1.04 and 0.99.
+// Bytes ahead of a block at which its row is fetched. Zen 5, two threads, cold 4096 x 4096, of
+// ggml's time: q4_0 1.07 with 512 bytes, 0.99 with 2048, with int8 activations 1.04 and 0.99.
 constexpr int kPrefetchBytes = 2048;
 
 struct ByteCodes;  // bytes.h
@@ -98,7 +98,7 @@ MM_INLINE I nibbles(const uint8_t* qs) {
   return kFirst < 16 ? bytes : bytes >> 4;
 }
 
-// All of them, as bytes.
+// All 32 nibbles, as bytes.
 MM_INLINE Bytes nibble_bytes(const uint8_t* qs) {
 #if defined(__AVX2__)
   const __m256i both = _mm256_broadcastsi128_si256(load_as<__m128i>(qs));

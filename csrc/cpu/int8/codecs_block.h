@@ -9,7 +9,7 @@ namespace metalmm::cpu::MM_ISA {
 constexpr int kFP4Offset = 12;
 inline constexpr ByteTable kFP4Bytes = byte_table(kFP4Doubled, kFP4Offset);
 
-// What the formats of 32 values have: a scale, a minimum or none, and where the codes are.
+// The fields of a block of 32 values: a scale, a minimum or none, and where the codes are.
 struct ScaledBlock {
   float d, m;
   const uint8_t* b;
