@@ -7,8 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from family_models import CASES, family_pair
-from layer_models import ids, small
+from layer_models import CASES, family_pair, ids, small
 from replay_pair import on, steps_of
 from torch import Tensor
 

@@ -63,6 +63,7 @@ PACKED: dict[str, Callable[[Any], object]] = {
 }
 
 
+@pytest.mark.covering
 @pytest.mark.parametrize("how", ["save_pretrained", "save_packed"])
 @pytest.mark.parametrize("tied", [True, False], ids=["tied", "untied"])
 @pytest.mark.parametrize("what", PACKED)

@@ -73,7 +73,6 @@ def integers(folder: Path) -> None:
 DEEP = '{"a": ' + 100_000 * "[" + 100_000 * "]" + "}"
 ALL = ("packed", "mlx", "dense")
 INDEXED = ("packed", "dense")  # MLX's index is not read
-NO_CONFIG = "transformers makes no config of it"
 NO_MODEL = "its files make no such model|no model fits its config"
 
 CASES: dict[str, tuple[Spoil, str, tuple[str, ...]]] = {

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import pickle
 import shutil
 import sys
 from collections.abc import Callable, Iterator
@@ -14,8 +13,6 @@ from typing import Any
 import pytest
 import torch
 import transformers
-from safetensors.torch import load as load_bytes
-from safetensors.torch import save_file
 from test_odd_folders import folders
 from transformers.integrations import hub_kernels
 
@@ -246,28 +243,3 @@ def test_code_beside_the_weights_is_not_run(copy: Any) -> None:
     with pytest.raises(ValueError, match="trust_remote_code"):
         load_packed(folder)
     assert not (folder / "ran").exists()
-
-
-def test_adapters_are_not_unpickled(folders: Path, tmp_path: Path) -> None:
-    peft = pytest.importorskip("peft")
-
-    def model() -> Any:
-        return transformers.AutoModelForCausalLM.from_pretrained(folders / "packed")
-
-    adapted = peft.get_peft_model(model(), peft.LoraConfig(target_modules=["up_proj"], r=4))
-    adapted.save_pretrained(tmp_path / "adapter")
-    assert isinstance(peft.PeftModel.from_pretrained(model(), tmp_path / "adapter"), peft.PeftModel)
-    weights = tmp_path / "adapter" / "adapter_model.safetensors"
-    content = weights.read_bytes()
-    weights.write_bytes(content[:-10])
-    with pytest.raises(Exception, match="(?i)header|metadata|incomplete|deserial"):
-        peft.PeftModel.from_pretrained(model(), tmp_path / "adapter")
-    tensors = {n: t[:-1].contiguous() for n, t in load_bytes(content).items()}
-    save_file(tensors, weights)
-    with pytest.raises(RuntimeError, match="size mismatch"):
-        peft.PeftModel.from_pretrained(model(), tmp_path / "adapter")
-    weights.unlink()
-    torch.save({"x": Runs(tmp_path / "ran")}, tmp_path / "adapter" / "adapter_model.bin")
-    with pytest.raises(pickle.UnpicklingError, match="Weights only load failed"):
-        peft.PeftModel.from_pretrained(model(), tmp_path / "adapter")
-    assert not (tmp_path / "ran").exists()

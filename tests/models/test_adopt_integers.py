@@ -220,6 +220,10 @@ STAY: dict[str, tuple[Callable[[Layer], nn.Module], str]] = {
     "padded": (padded_words, r"weight_packed \[24, 64\] has not 7 bits a code without gaps: a"),
     "no shape": (no_shape, "meta of HQQ has the shape None, not that of a matrix: a"),
     "axis": (other_axis, "HQQ is read with axis 1.*: a"),
+    "groups of 16": (
+        lambda _: gptq_1(random_layer(N, K, 4, 16)),
+        "groups of 16 values have no affine format.*: a",
+    ),
     "factors": (scaled_activations, "act_pre_scale multiplies activations.*: a"),
 }
 
@@ -233,12 +237,6 @@ def test_what_stays_with_a_warning(case: str) -> None:
     with pytest.warns(UserWarning, match=message):
         adopt_(model)
     assert model.a is before and type(model.b) is QuantLinear
-
-
-def test_groups_of_16_stay() -> None:
-    model = nn.ModuleDict({"a": gptq_1(random_layer(N, K, 4, 16))})
-    with pytest.warns(UserWarning, match="groups of 16 values have no affine format.*: a"):
-        adopt_(model)
 
 
 def test_tensors_that_contradict_each_other() -> None:

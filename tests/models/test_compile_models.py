@@ -51,10 +51,9 @@ def our_ops(graph: torch.fx.GraphModule) -> list[str]:
     return [name.split(".")[1] for name in names if "metalmm" in name]
 
 
-@pytest.mark.parametrize("kind", OPS)
-def test_one_graph_serves_every_batch_and_length(kind: str) -> None:
+def test_one_graph_serves_every_batch_and_length() -> None:
     """fullgraph: a graph break is an error. Sizes of 1 are graphs of their own, as ever."""
-    model = llama(kind, num_hidden_layers=1)
+    model = llama("fused", num_hidden_layers=1)
     counter = CompileCounterWithBackend("aot_eager")
     compiled = torch.compile(model, fullgraph=True, backend=counter)
     for shape in SHAPES:
@@ -62,19 +61,19 @@ def test_one_graph_serves_every_batch_and_length(kind: str) -> None:
         torch._dynamo.mark_dynamic(tokens, (0, 1))
         assert torch.equal(logits(compiled, tokens), logits(model, tokens))
     assert counter.frame_count == 1
-    assert len(our_ops(counter.graphs[0])) == OPS[kind] + BESIDE[kind]
+    assert len(our_ops(counter.graphs[0])) == OPS["fused"] + BESIDE["fused"]
     assert torch.equal(logits(compiled, token_ids(1, 9)), logits(model, token_ids(1, 9)))
     assert counter.frame_count == 2
     assert not torch._dynamo.utils.counters["graph_break"]
 
 
-@pytest.mark.parametrize("kind", [*OPS, "gemma3_text", "glm4", "smollm3"])
+@pytest.mark.parametrize("kind", ["llama", "gemma3_text", "smollm3"])
 def test_decoding_takes_two_graphs(kind: str) -> None:
     """One for the prompt, one for every token after it, which takes the form for one row; of layers
-    that differ, too: two tables of rotations, angles in pairs, layers that do not rotate."""
+    that differ, too: two tables of rotations, layers that do not rotate."""
     from transformers import StaticCache
 
-    model = llama(kind, num_hidden_layers=1) if kind in OPS else fuse_(small(kind), "swiglu_linear")
+    model = fuse_(small(kind), "swiglu_linear")
     counter = CompileCounterWithBackend("eager")
     compiled = torch.compile(model, fullgraph=True, backend=counter)
 
@@ -92,21 +91,9 @@ def test_decoding_takes_two_graphs(kind: str) -> None:
     assert near(got, want)
     assert counter.frame_count == 2
     prompt, token = (our_ops(graph) for graph in counter.graphs)
-    if kind != "plain":
-        assert "swiglu" in prompt and "swiglu_linear" not in prompt
-        assert "swiglu_linear" in token and "swiglu" not in token
-        assert token.count("rope") == (1 if kind == "fused" else 2)
-
-
-def test_inductor_computes_the_same() -> None:
-    """Its own kernels between our ops round otherwise: by parts in a million, not more."""
-    model = llama("fused", num_hidden_layers=1)
-    compiled = torch.compile(model, fullgraph=True, dynamic=True)
-    for shape in ((2, 5), (3, 8)):
-        want = logits(model, token_ids(*shape))
-        got = logits(compiled, token_ids(*shape))
-        assert near(got, want)
-    assert not torch._dynamo.utils.counters["graph_break"]
+    assert "swiglu" in prompt and "swiglu_linear" not in prompt
+    assert "swiglu_linear" in token and "swiglu" not in token
+    assert token.count("rope") == 2
 
 
 class Logits(nn.Module):

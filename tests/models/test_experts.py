@@ -24,7 +24,6 @@ from expert_models import (
     greedy,
     logits,
 )
-from peft import LoraConfig, get_peft_model
 from spoiled_folders import quant
 from torch import Tensor, nn
 
@@ -32,7 +31,6 @@ from torch_metalmm import (
     MetalMMConfig,
     QuantExperts,
     activations_,
-    fuse_,
     load_packed,
     quantize_,
     save_packed,
@@ -232,24 +230,6 @@ def test_state_dicts_and_copies() -> None:
     # Each of the four products, the sum and the inputs is rounded to f16, of values of its size.
     want = experts(*args)
     assert (near - want).abs().max() <= 16 * 2.0**-11 * want.abs().max()
-
-
-@pytest.mark.parametrize("kind", ["Qwen3Moe", "Mixtral"])
-def test_fuse_and_adapters(kind: str) -> None:
-    """fuse_ does with attention what it does beside dense experts; LoRA trains attention."""
-    model = quantize_(expert_model(kind), "q8_0", progress=False)
-    want = logits(model)
-    fused = fuse_(copy.deepcopy(model))
-    assert type(fused.model.layers[0].self_attn.q_proj) is not type(
-        model.model.layers[0].self_attn.q_proj
-    )
-    check_equals(fused, decoded(expert_model(kind), model))
-    adapted = get_peft_model(model, LoraConfig(target_modules=["q_proj", "v_proj"]))
-    assert torch.equal(logits(adapted), want)
-    adapted(IDS).logits.sum().backward()
-    grads = [p.grad for n, p in adapted.named_parameters() if "lora_B" in n]
-    assert len(grads) == 4 and all(g is not None and bool(g.abs().sum() > 0) for g in grads)
-    assert all(p.grad is None for n, p in adapted.named_parameters() if "experts" in n)
 
 
 def test_the_implementation_of_that_name() -> None:

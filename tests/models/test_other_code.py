@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -127,46 +124,3 @@ def test_dense_embeddings_are_resized_beside_packed_layers() -> None:
     model = quantize_(tiny_llama(), {"*.mlp.*": "q4_k"}, progress=False)
     rows = model.config.vocab_size + 3
     assert model.resize_token_embeddings(rows).num_embeddings == rows
-
-
-# ---- sentence-transformers
-
-# Its __init__ in short, from version 5 (all of it) and from version 6 (the first module).
-STAND_IN = """
-from torch import nn
-class Transformer(nn.Module):
-    def __init__(self, model):
-        super().__init__()
-        self.model = model
-class SentenceTransformer(nn.Sequential):
-    def __init__(self, *modules):
-        super().__init__(*modules)
-        self.to(next(self.parameters()).dtype)
-        for module in list(self.children())[1:]:
-            module.to(next(self[0].parameters()).dtype)
-    def save(self, path):
-        raise NotImplementedError
-class CrossEncoder(nn.Module):
-    def save(self, path):
-        raise NotImplementedError
-"""
-LOADS = """
-import torch_metalmm, sentence_transformers as st, torch
-from torch import nn
-from sentence_transformers.models import Transformer
-inner = nn.Sequential(nn.Embedding(8, 32), nn.Linear(32, 32))
-torch_metalmm.quantize_(inner, "q8_0", progress=False)
-model = st.SentenceTransformer(Transformer(inner), nn.Linear(32, 2))
-assert model[0].model[0].weight.dtype == torch.uint8
-assert {id(p) for p in model.parameters()} == {id(p) for _, p in model.named_parameters()}
-"""
-
-
-def test_sentence_transformers_load_with_packed_embeddings(tmp_path: Path) -> None:
-    package = tmp_path / "sentence_transformers"
-    package.mkdir()
-    (package / "__init__.py").write_text(STAND_IN + "from . import models\n")
-    (package / "models.py").write_text("from . import Transformer\n")
-    script = f"import sys; sys.path.insert(0, {str(tmp_path)!r})\n{LOADS}"
-    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr

@@ -1,11 +1,13 @@
-"""Layers of one input that fuse_ has merged: what they compute, and how everything is undone and
-saved."""
+"""Layers of one input that fuse_ has merged: what they compute, how everything is undone and saved,
+adapters beside them."""
 
 from __future__ import annotations
 
 import copy
 import pickle
 import weakref
+from pathlib import Path
+from typing import Any
 
 import oracle
 import pytest
@@ -13,11 +15,26 @@ import torch
 from backends import Backend, leaf
 from fuse_cases import Attention, Gated, K, Model, decoded, merged
 from inputs import activations
+from layer_models import near
+from lora_cases import QUIET, lora, randomize
 from oracle import DTYPES, Value, check, spec
+from peft import get_peft_model
+from safetensors import safe_open
+from tiny_models import tiny_llama, token_ids
 from torch import nn
 
-from torch_metalmm import QuantLinear, fuse_, quantize_, unfuse_
+from torch_metalmm import (
+    QuantLinear,
+    fuse_,
+    load_packed,
+    merge_errors,
+    quantize_,
+    save_packed,
+    unfuse_,
+)
 from torch_metalmm.nn.fused import FusedMLP, LinearPart, MergedLinear
+
+pytestmark = QUIET
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
@@ -162,3 +179,68 @@ def test_refusals() -> None:
         fuse_(Model(), "both")
     with pytest.raises(ValueError, match=r"attention.a.weight is on the meta device"):
         fuse_(Model().to("meta"))
+
+
+# ---- models of transformers
+
+
+def packed_llama(**options: Any) -> Any:
+    return quantize_(tiny_llama(**options), "q4_k", progress=False)
+
+
+def test_a_fused_model_is_saved_as_it_was(tmp_path: Path) -> None:
+    model = packed_llama(attention_bias=True)
+    save_packed(model, None, tmp_path / "plain")
+    fuse_(model, "swiglu")
+    save_packed(model, None, tmp_path / "fused")
+    for file in ("model.safetensors", "config.json"):
+        assert (tmp_path / "fused" / file).read_bytes() == (tmp_path / "plain" / file).read_bytes()
+    model.save_pretrained(tmp_path / "theirs")
+    with safe_open(tmp_path / "theirs" / "model.safetensors", "pt") as file:
+        want = unfuse_(model).state_dict()
+        assert set(file.keys()) == set(want)
+        assert all(torch.equal(file.get_tensor(n), want[n]) for n in want)
+    loaded, _ = load_packed(tmp_path / "fused")
+    ids = token_ids(2, 6)
+    assert torch.equal(loaded(ids).logits, model(ids).logits)
+
+
+# ---- adapters
+
+
+def adapted(model: Any, *targets: str) -> Any:
+    model = get_peft_model(model, lora(*targets)).eval()
+    randomize(model)
+    return model
+
+
+TARGETS = ("q_proj", "v_proj", "up_proj", "down_proj")
+
+
+def test_merging_adapters_needs_unfusing() -> None:
+    """The error comes before any layer is merged, whether fuse_ or the adapters came first."""
+    targets = (*TARGETS, "o_proj", "embed_tokens")
+    plain = adapted(packed_llama(), *targets).merge_and_unload()
+    model = adapted(fuse_(packed_llama(), "swiglu"), *targets)
+    before = {n: t.clone() for n, t in model.state_dict().items()}
+    for merge in (model.merge_adapter, model.merge_and_unload):
+        with pytest.raises(ValueError, match=r"layers.0.self_attn.q_proj is part of a fused layer"):
+            merge()
+    assert all(torch.equal(t, before[n]) for n, t in model.state_dict().items())
+    unfuse_(model)
+    merged = model.merge_and_unload()
+    assert len(merge_errors(merged)) == 11
+    want = plain.state_dict()
+    assert all(torch.equal(t, want[n]) for n, t in merged.state_dict().items())
+
+
+def test_layers_with_adapters_are_not_fused() -> None:
+    model = adapted(packed_llama(), "q_proj", "up_proj")
+    ids = token_ids(2, 6)
+    want = model(ids).logits
+    with pytest.warns(UserWarning, match=r"with adapters are not fused: .*layers.\*.self_attn \(2"):
+        fuse_(model, "swiglu")
+    layer = model.base_model.model.model.layers[0]
+    others = (layer.self_attn.k_proj, layer.self_attn.v_proj, layer.mlp.gate_proj)
+    assert [type(m) for m in others] == [QuantLinear] * 3
+    assert near(model(ids).logits, want)

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 import transformers
-from layer_models import are_fused, fused, ids, padded, small
+from layer_models import are_fused, fused, ids, small
 from torch import nn
 from transformers import DynamicCache, StaticCache
 
@@ -52,34 +52,6 @@ def test_generate_makes_the_cache(format: str) -> None:
     assert out.sequences.tolist() == tokens(model, ids(2, 7), past_key_values=cache)
     assert cache.get_seq_length() == out.past_key_values.get_seq_length() == 16
     assert made(model, ids(2, 7)).past_key_values is not out.past_key_values
-
-
-@pytest.mark.parametrize(
-    ("kind", "format"),
-    [("llama", "f32"), ("qwen3", "f16"), ("mistral", "f32"), ("gemma2", "f16")]
-    + [("gemma3_text", "f32"), ("gemma3_text", "f16")],
-)
-def test_the_tokens_are_those_of_dynamic_cache(kind: str, format: str) -> None:
-    """Left padding, beams, sampling, assistants, prompt lookup; windows that end before."""
-    model = model_of(kind, format)
-    plain = unfuse_(copy.deepcopy(model))
-    assert type(made(plain, ids(1, 3)).past_key_values) is DynamicCache
-    kinds = {"layer_types": ["sliding_attention"]} if kind == "gemma3_text" else {}
-    assistant = model_of(kind, format, num_hidden_layers=1, **kinds)
-    repeating = ids(1, 5).repeat(1, 3)
-    ways: list[tuple[Any, dict[str, Any]]] = [
-        (padded(3, 7), {}),
-        (ids(2, 20), {"num_beams": 3, "num_return_sequences": 2}),
-        (padded(2, 6), {"do_sample": True, "top_k": 20}),
-        (ids(2, 9), {"num_beams": 2, "do_sample": True}),
-    ]
-    for given, options in ways:
-        assert tokens(model, given, **options) == tokens(plain, given, **options), options
-    for given in (ids(1, 9), repeating):
-        want = tokens(plain, given)
-        assert tokens(model, given, prompt_lookup_num_tokens=3) == want
-        assert tokens(model, given, assistant_model=assistant) == want
-        assert tokens(plain, given, assistant_model=assistant) == want
 
 
 def test_what_the_caller_names_counts() -> None:
@@ -153,14 +125,6 @@ def test_adapters() -> None:
     assert made(adapted, ids(2, 7)).past_key_values.format == "f16/q8_0"
     adapted.train()
     adapted(input_ids=ids(2, 7), labels=ids(2, 7)).loss.backward()
-
-
-def test_a_compiled_forward() -> None:
-    model, short = model_of(cache="q8_0", num_hidden_layers=1), {"max_new_tokens": 4}
-    want = tokens(model, ids(1, 7), **short)
-    torch._dynamo.reset()
-    model.forward = torch.compile(model.forward, backend="eager")
-    assert tokens(model, ids(1, 7), **short) == want
 
 
 def test_a_text_model_in_another() -> None:

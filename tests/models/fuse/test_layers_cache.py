@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from layer_models import FUSED, fused, ids, layers, near, padded
+from layer_models import FUSED, fused, ids, layers, padded
 from random_steps import check_sequence
 from torch import Tensor
 from transformers import AttentionInterface, DynamicCache
@@ -60,37 +60,6 @@ def parts_of(batch: int, *lengths: int, padding: bool = False) -> list[dict[str,
     return found
 
 
-@pytest.mark.parametrize("kind", FUSED)
-@pytest.mark.parametrize("format", [None, "q8_0", "of transformers"])
-def test_a_token_is_ops_of_ours_alone(
-    kind: str, format: str | None, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """rope, cache and attention are two ops. Of another
-    cache its own ops and those of attention come beside rope."""
-    if format == "q8_0" and kind in HEADS_OF_16:
-        pytest.skip("heads of 16 values")
-    model, calls = copy.deepcopy(_fused(kind)), Calls()
-    expected = FUSED[kind][1]
-    if format == "of transformers":
-        cache: Any = DynamicCache(config=model.config)
-        monkeypatch.setattr(cache, "update", calls.uncounted(cache.update))
-        get = AttentionInterface.get_interface
-        monkeypatch.setattr(
-            AttentionInterface, "get_interface", lambda *args: calls.uncounted(get(*args))
-        )
-    else:
-        model.set_attn_implementation("metalmm")
-        cache = PackedCache(model.config, format)
-        expected = [name.replace("rope", "rope_append") for name in expected]
-        expected.insert(expected.index("rope_append") + 1, "attention")
-    logits(model, cache, parts_of(1, 3))
-    calls.watch(layers(model))
-    with calls:
-        logits(model, cache, [{"input_ids": ids(1, 1)}])
-    assert [ours for ours, _ in calls.of_layers] == [expected] * 2
-    assert [others for _, others in calls.of_layers] == [[], []]
-
-
 def test_no_op_makes_the_slots_of_windows() -> None:
     """Two kinds of layers, each with slots and lengths of its own."""
     kinds = ["sliding_attention", "full_attention"] * 2
@@ -131,15 +100,6 @@ def test_random_steps_with_faults_and_changes() -> None:
     """tests/fuzz.py takes more of them."""
     for number in range(100):
         check_sequence(number)
-
-
-def test_rows_of_another_dtype_than_the_model() -> None:
-    """f16 rows of an f32 model: the same numbers, whose products are added in another order."""
-    model = fused_model("llama")
-    parts = parts_of(2, 9, 1, 3, 1)
-    want = logits(model, Updated(model.config, "f16"), parts)
-    got = logits(model, PackedCache(model.config, "f16"), parts)
-    assert near(got, want)
 
 
 def test_what_goes_by_update() -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import pickle
 from typing import Any
 
 import layer_models
@@ -13,7 +12,7 @@ from layer_models import are_fused, layers, near, small
 from replay_pair import Pair
 from torch import Tensor
 
-from torch_metalmm import fuse_, unfuse_
+from torch_metalmm import fuse_
 from torch_metalmm.models.fuse.layers import fused_layer
 
 ROPE = {
@@ -55,16 +54,6 @@ def test_the_config_is_read_at_each_step() -> None:
     for each in (own, model):
         each.config.rope_parameters["llama_4_scaling_beta"] = 0.7
     assert near(logits(model, 500), logits(own, 500))
-
-
-def test_copies_and_undoing() -> None:
-    own, model = model_of(), fuse_(model_of(), "swiglu")
-    for other in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
-        assert all(are_fused(other))
-        assert near(logits(other, 500), logits(own, 500))
-        other.config.rope_parameters["llama_4_scaling_beta"] = 0.7  # its own
-        assert near(logits(model, 500), logits(own, 500))
-    assert torch.equal(logits(unfuse_(model), 500), logits(own, 500))
 
 
 def test_a_text_that_grows_is_replayed() -> None:

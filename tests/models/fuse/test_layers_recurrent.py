@@ -9,13 +9,13 @@ from typing import Any
 
 import pytest
 import torch
-from layer_models import near, padded
+from layer_models import near
 from torch import Tensor, nn
 from transformers import DynamicCache
 
 from bench.models.families import family
 from bench.models.op_counts import Calls
-from torch_metalmm import PackedCache, fuse_, unfuse_
+from torch_metalmm import fuse_, unfuse_
 from torch_metalmm.models.cache_argument import with_cache
 from torch_metalmm.models.fuse.layers import fused_layer
 from torch_metalmm.models.fuse.norms import as_norm
@@ -95,57 +95,6 @@ def test_parts_of_a_prompt(kind: str) -> None:
     check(run(fused, None, ids, use_cache=False), run(model, None, ids, use_cache=False))
 
 
-@pytest.mark.parametrize("kind", SCANS)
-def test_padding(kind: str) -> None:
-    """Prompts that are padded on the left, and on the right, where the state goes on."""
-    model, fused = both(kind)
-    given = padded(3, 7)
-    for flip in (False, True):
-        given = {n: t.flip(1) for n, t in given.items()} if flip else given
-        caches = [DynamicCache(config=m.config) for m in (model, fused)]
-        want, got = (
-            m(**given, **with_cache(m, c)).logits
-            for m, c in zip((model, fused), caches, strict=True)
-        )
-        kept = given["attention_mask"].bool()
-        assert_near(kind, got[kept], want[kept])
-        assert_near(kind, *(c.layers[0].recurrent_states[0] for c in reversed(caches)))
-
-
-SCAN = ["norm_linear", "causal_conv", "ssm_scan"]
-ATTEND = ["rope_append", "attention"]  # the product is one with that of the scan
-
-
-@pytest.mark.parametrize(
-    ("kind", "names", "others"),
-    [
-        (
-            "qwen3_5_text",
-            ["norm_linear", "causal_conv", "gated_delta", "rms_norm"]
-            + ["linear", "swiglu", "linear"],
-            [],
-        ),
-        ("bamba", [*SCAN, "norm_linear", "swiglu", "linear"], []),
-        ("mamba2", [*SCAN, "rms_norm", "linear"], []),
-        ("falcon_h1", [*SCAN, "gemm", *ATTEND, "gemm", "swiglu", "gemm"], []),
-    ],
-)
-def test_ops_of_a_step(kind: str, names: list[str], others: list[str]) -> None:
-    """Norm and projection; convolution; rule or scan; norm and output; those of attention and of an
-    MLP."""
-    fused = fuse_(family(kind), "swiglu", cache="q8_0")
-    cache = PackedCache(fused.config, "q8_0")
-    run(fused, cache, tokens(1, 3))
-    calls = Calls()
-    calls.watch(layers(fused))
-    with calls:
-        run(fused, cache, tokens(1, 1))
-    number = 1 if kind in ("mamba2", "falcon_h1") else 0  # the first has the slots, too
-    ours, rest = calls.of_layers[number]
-    assert [n.rpartition("::")[2].partition(".")[0] for n in ours] == names
-    assert [n.rpartition("::")[2].partition(".")[0] for n in rest] == others
-
-
 def test_limits_of_steps() -> None:
     """transformers limits dt in prompts alone; the numbers are found where no dt reaches them."""
     scan = scan_of(both("mamba2")[1])
@@ -154,14 +103,6 @@ def test_limits_of_steps() -> None:
     assert scan is not None and scan.limits == ((0.0, None), (0.0, None))
     scan = scan_of(both("nemotron_h", time_step_min=0.25)[1])
     assert scan is not None and scan.limits == ((0.25, None), (0.0, None))
-
-
-@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("kind", ["qwen3_5_text", *SCANS])
-def test_narrow_models(kind: str, dtype: torch.dtype) -> None:
-    options = {"residual_in_fp32": False} if kind == "mamba2" else {}
-    model = family(kind, **options).to(dtype)
-    assert mixer_of(fuse_(model, "swiglu")) is not None
 
 
 class Late(nn.Module):
@@ -211,20 +152,6 @@ def test_products_of_mixers_side_by_side_are_one() -> None:
     assert torch.equal(own(ids).logits, model(ids).logits)
 
 
-@pytest.mark.parametrize("before", [True, False])
-def test_falcon_with_a_norm(before: bool) -> None:
-    """Of groups; the gate comes before the norm, or behind it."""
-    options = {"mamba_rms_norm": True, "mamba_norm_before_gate": before, "mamba_n_groups": 2}
-    model, fused = both("falcon_h1", **options)
-    scan = scan_of(fused)
-    assert scan is not None and scan.norm is not None
-    assert (scan.norm.groups, scan.gate_last) == (2, before)
-    ids = tokens(2, 6)
-    caches = [DynamicCache(config=m.config) for m in (model, fused)]
-    for part in ids.split([4, 1, 1], 1):
-        assert_near("falcon_h1", run(fused, caches[1], part), run(model, caches[0], part))
-
-
 MIXERS = {"qwen3_5_text": "linear_attn", "bamba": "mamba"}
 
 
@@ -262,16 +189,6 @@ def test_the_own_forward_where_ours_says_less(kind: str) -> None:
         assert cache.layers[0].conv_states[0].shape[-1] == 9
         logits.append(run(m, cache, ids[:, :1]))
     assert_near(kind, logits[1], logits[0])
-
-
-def test_a_saved_cache(tmp_path: Any) -> None:
-    """The states of a prompt, pickled as torch.save does, go on as they were."""
-    _, fused = both("bamba")
-    cache, ids = PackedCache(fused.config, "q8_0"), tokens(1, 9)
-    run(fused, cache, ids[:, :8])
-    torch.save(cache, tmp_path / "cache.pt")
-    loaded = torch.load(tmp_path / "cache.pt", weights_only=False)
-    assert torch.equal(run(fused, loaded, ids[:, 8:]), run(fused, cache, ids[:, 8:]))
 
 
 @pytest.mark.parametrize("kind", ["qwen3_5_text", "bamba", "lfm2"])

@@ -122,14 +122,6 @@ def test_a_result_of_another_shape_is_of_another_mixture() -> None:
     assert mixture_of(Call(mlp, (x,), {}, out[0]), x) is None
 
 
-def test_more_choices_than_route_has_beside_a_shared_expert() -> None:
-    options = {"num_experts": 40, "num_experts_per_tok": 32}
-    model = family("qwen3_next", **options)
-    fused = fused_family(model)
-    assert mixtures(fused) and all(m.stacks() is None for m in mixtures(fused))
-    assert_near(logits(fused, 3), logits(model, 3))
-
-
 def test_what_changes_after_fuse_() -> None:
     """A bias of the shared expert counts, and weights that are replaced are freed."""
     model = family("qwen3_next")
@@ -200,15 +192,6 @@ def test_route_computes_the_product_of_a_shared_gate(tmp_path: Path) -> None:
     fused.load_state_dict({n: t.clone() for n, t in model.state_dict().items()}, assign=True)
     assert_near(logits(fused, 3), logits(model, 3))
     assert_near(logits(unfuse_(fused), 3), logits(model, 3))
-
-
-def test_the_gate_of_a_shared_expert_that_is_apart() -> None:
-    model = gated("qwen2_moe")
-    fused = fused_family(model)
-    mlp = fused.model.layers[0].mlp
-    assert lies_behind(mlp.gate.weight, mlp.shared_expert_gate.weight)
-    for length in (1, 3):
-        assert_near(logits(fused, length), logits(model, length))
 
 
 def test_a_shared_gate_unlike_the_router() -> None:

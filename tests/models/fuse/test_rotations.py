@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from family_models import family_pair
+from layer_models import family_pair
 from torch import Tensor, nn
 
 from bench.models.families import FAMILIES, family

@@ -3,18 +3,16 @@
 from __future__ import annotations
 
 import copy
-import pickle
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
-from family_models import family_pair
 from inputs import activations
+from layer_models import family_pair
 from torch import Tensor, nn
 
 from bench.models.families import fused_family
-from torch_metalmm import unfuse_
 from torch_metalmm.models.routers import fuse_routers
 from torch_metalmm.nn.router import FusedRouter
 
@@ -142,17 +140,6 @@ def test_when_the_routers_own_forward_computes() -> None:
     assert not falls_back()
     gate.weight.requires_grad_()
     assert falls_back()
-
-
-def test_copies_and_undoing() -> None:
-    model = copy.deepcopy(family_pair("qwen3_moe")[1])
-    keys = list(model.state_dict())
-    for other in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
-        assert len(routers(other)) == 2
-        assert not set(map(id, routers(other))) & set(map(id, routers(model)))
-        assert all(m.__dict__["forward"].__self__.router.module is m for m in routers(other))
-    unfuse_(model)
-    assert not routers(model) and list(model.state_dict()) == keys
 
 
 @pytest.mark.parametrize("kind", NESTED)

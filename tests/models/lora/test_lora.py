@@ -127,35 +127,6 @@ def test_output_and_gradients_are_those_of_the_decoded_weights(
     assert all(p.grad is None for n, p in model.named_parameters() if "lora_" not in n)
 
 
-def test_a_trainer_lowers_the_loss_and_no_packed_byte_changes(tmp_path: Path) -> None:
-    from transformers import Trainer, TrainingArguments
-
-    base = quantize_(tiny_llama(), "q4_k", progress=False)
-    before = {n: t.clone() for n, t in base.state_dict().items()}
-    model = get_peft_model(base, lora("q_proj", "v_proj", "up_proj", "down_proj"))
-    rows = [{"input_ids": r, "labels": r} for r in token_ids(8, 16)]
-    arguments = TrainingArguments(
-        output_dir=str(tmp_path),
-        max_steps=8,
-        per_device_train_batch_size=8,
-        learning_rate=2e-2,
-        lr_scheduler_type="constant",
-        logging_steps=1,
-        save_strategy="no",
-        report_to=[],
-        use_cpu=True,
-        disable_tqdm=True,
-    )
-    trainer = Trainer(model, arguments, train_dataset=rows)
-    trainer.train()
-    losses = [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
-    print(losses)
-    assert losses[-1] < losses[0] - 0.5
-    after = model.unload().state_dict()
-    assert after.keys() == before.keys()
-    assert all(torch.equal(after[n], t) for n, t in before.items())
-
-
 def test_kbit_preparation_and_checkpointing_leave_the_bytes_and_the_gradients() -> None:
     model = quantize_(tiny_llama().to(torch.bfloat16), "q4_k", progress=False)
     packed = {n: p for n, p in model.named_parameters() if p.dtype == torch.uint8}

@@ -15,7 +15,7 @@ from peft import PeftModel, get_peft_model
 from tiny_models import tiny_llama, token_ids
 from torch import Tensor, nn
 
-from torch_metalmm import MetalMMConfig, QuantLinear, formats, merge_errors, quantize_
+from torch_metalmm import QuantLinear, formats, merge_errors, quantize_
 from torch_metalmm.models.lora.report import MergeError
 
 pytestmark = QUIET
@@ -164,22 +164,3 @@ def test_adapters_are_saved_as_safetensors_and_loaded(
     ids = token_ids(2, 9)
     assert torch.equal(loaded(ids).logits, model(ids).logits)
     assert not torch.equal(loaded(ids).logits, base()(ids).logits)
-
-
-def test_a_model_that_transformers_packed(tmp_path: Path) -> None:
-    """Packed while loading, prepared, adapted, merged, saved, loaded: the same logits."""
-    from peft import prepare_model_for_kbit_training
-    from transformers import AutoModelForCausalLM
-
-    tiny_llama().save_pretrained(tmp_path / "dense")
-    model = AutoModelForCausalLM.from_pretrained(
-        tmp_path / "dense", quantization_config=MetalMMConfig("q4_k")
-    )
-    model = get_peft_model(prepare_model_for_kbit_training(model), lora("q_proj", "up_proj"))
-    randomize(model)
-    merged = model.merge_and_unload().eval()
-    assert len(merge_errors(merged)) == 4
-    merged.save_pretrained(tmp_path / "merged")
-    loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "merged")
-    ids = token_ids(2, 9)
-    assert torch.equal(loaded(ids).logits, merged(ids).logits)

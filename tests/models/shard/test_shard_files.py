@@ -5,15 +5,17 @@ Pages without bytes of the rank's part cannot be touched: a load that reads one 
 
 from __future__ import annotations
 
+import ctypes
 import json
-from collections.abc import Iterator
+import mmap
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from forbidden import PAGE, Spans, forbid, pages
+from expert_models import expert_model
 from gguf_files import tensors_of, write_gguf
 from hf_models import random_model
 from ranks import on_each_rank
@@ -40,6 +42,10 @@ from torch_metalmm.hf.parallel import shard_skeleton
 from torch_metalmm.nn.fused import LinearPart
 from torch_metalmm.nn.sharded import ColumnsLinear, RowsEmbedding, RowsLinear, Shard, Sharded
 
+PAGE = mmap.PAGESIZE
+
+Spans = list[tuple[int, int]]  # bytes of a file, ends excluded
+
 # Long rows of W where columns are divided: a rank's part of a row has pages of its own.
 LONG = {
     "hidden_size": 64,
@@ -52,6 +58,29 @@ LONG = {
 KINDS: dict[str, Any] = {"packed": {"*down_proj": "q4_k", "*": "q8_0"}, "gguf": "q8_0"}
 KINDS |= {"mlx": "affine8_g64", "dense": "q4_0"}
 MOST = 1.1
+
+
+def pages(spans: Iterable[tuple[int, int]]) -> set[int]:
+    """The pages that have any of the bytes."""
+    return {page for a, b in spans for page in range(a // PAGE, -(-b // PAGE))}
+
+
+def forbid(path: Path, allowed: set[int]) -> int:
+    """Let only the pages `allowed` of the file be touched where it is mapped now; how many maps."""
+    libc = ctypes.CDLL(None, use_errno=True)
+    libc.mprotect.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
+    found = 0
+    for line in Path("/proc/self/maps").read_text().splitlines():
+        fields = line.split(maxsplit=5)
+        if len(fields) < 6 or fields[5] != str(path.resolve()):
+            continue
+        first, last = (int(part, 16) for part in fields[0].split("-"))
+        begin = int(fields[2], 16) // PAGE
+        found += 1
+        for page in range((last - first) // PAGE):
+            if page + begin not in allowed and libc.mprotect(first + page * PAGE, PAGE, 0):
+                raise OSError(ctypes.get_errno(), "mprotect")
+    return found
 
 
 def dense_model() -> Any:
@@ -296,3 +325,25 @@ def test_other_ways_to_divide_are_refused(asked: dict[str, int], name: str) -> N
     model.config.distributed_config = DistributedConfig(**asked)
     with pytest.raises(ValueError, match=f"{name} = 2; packed layers are divided by tensor"):
         shard_skeleton(model, [], None)
+
+
+def mixture() -> Any:
+    return expert_model(norm_topk_prob=True)  # what readers of a GGUF file take it to be
+
+
+@pytest.mark.filterwarnings("ignore:K is not a multiple")
+def test_experts_are_refused_by_name(tmp_path: Path) -> None:
+    """By shard_ and every way to load with a mesh."""
+    for kind in KINDS:
+        write(kind, tmp_path / kind, mixture())
+    check_experts(folder=tmp_path)
+
+
+@on_each_rank(2)
+def check_experts(mesh: Any, folder: Path) -> None:
+    ways = [lambda kind=kind: load(kind, folder / kind, mesh) for kind in KINDS]
+    for model in (mixture(), quantize_(mixture(), "q4_0", progress=False)):
+        ways.append(lambda model=model: shard_(model, mesh))
+    for call in ways:
+        with pytest.raises(ValueError, match="experts are not sharded yet: model.layers.0.mlp.exp"):
+            call()

@@ -14,7 +14,6 @@ from tiny_models import tiny_llama
 
 from torch_metalmm import MetalMMConfig, quantize_, read_importance, shard_
 from torch_metalmm.files.imatrix import Entry, Imatrix, write_imatrix
-from torch_metalmm.models.importance import importance
 from torch_metalmm.nn.sharded import ColumnsLinear
 
 # Columns in formats whose weights depend on a block; rows in one where they depend on the row.
@@ -79,11 +78,3 @@ def check_refused(mesh: Any, folder: Path) -> None:
     said = r"importance: model.layers.0.mlp.down_proj is divided by columns, and q4_1 weighs"
     with pytest.raises(ValueError, match=said):
         load(folder, {"*.o_proj": "iq4_nl", "*": "q4_1"})
-
-
-@on_each_rank(2)
-def test_sums_of_a_sharded_model_are_refused(mesh: Any) -> None:
-    model = shard_(quantize_(dense_model(), "q8_0", progress=False), mesh)
-    said = "importance: the model is sharded; do it before shard_"
-    with pytest.raises(ValueError, match=said), importance(model):
-        raise AssertionError("sums of a sharded model")

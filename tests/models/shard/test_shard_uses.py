@@ -8,14 +8,15 @@ from typing import Any
 
 import pytest
 import torch
-from hf_models import IDS, logits, random_model, tokens
+from hf_models import logits, random_model, tokens
 from ranks import RankError, on_each_rank, on_ranks
 from test_shard_models import STAGES, built, sensitivity
 from tiny_models import tiny_llama, token_ids
 from torch import Tensor
 
-from torch_metalmm import PackedCache, activations_, fuse_, load_gguf, quantize_, shard_, unfuse_
+from torch_metalmm import activations_, fuse_, load_gguf, quantize_, shard_, unfuse_
 from torch_metalmm.models.fuse.layers import fused_layer
+from torch_metalmm.models.importance import importance
 from torch_metalmm.nn import collective
 from torch_metalmm.nn.fused import MergedLinear
 from torch_metalmm.nn.sharded import Sharded
@@ -59,15 +60,6 @@ def test_fused_layers(mesh: Any, name: str, cache: str | None) -> None:
     assert torch.equal(tokens(model), plain)
     got = [logits(model), logits(unfuse_(model))]
     assert all(((y.double() - want.double()).norm(dim=-1) <= bound).all() for y in got)
-
-
-@on_each_rank(2)
-def test_a_cache_of_fewer_heads(mesh: Any) -> None:
-    model = shard_(built("qwen3", "q4_0"), mesh)
-    cache = PackedCache(model.config, "q8_0")
-    with torch.inference_mode():
-        model(IDS, past_key_values=cache)
-    assert [layer.keys.shape[1] for layer in cache.layers] == [1, 1]
 
 
 @on_each_rank(2)
@@ -180,6 +172,7 @@ def test_what_is_refused(mesh: Any) -> None:
         "save_gguf: the model is sharded": lambda: save_gguf(model, None, "model.gguf"),
         "save_mlx: the model is sharded": lambda: save_mlx(model, None, "folder"),
         "dequantize: the model is sharded": model.dequantize,
+        "importance: the model is sharded; do it before shard_": importance(model).__enter__,
         "q_proj is sharded, and an adapter would be of a part of it": lambda: adapted(model),
         "call shard_ before fuse_": lambda: shard_(fuse_(small_llama(), "swiglu"), mesh),
         "has an adapter; merge it, or load it": lambda: shard_(adapted(small_llama()), mesh),

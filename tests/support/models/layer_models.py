@@ -1,4 +1,5 @@
-"""Small random transformers models with packed layers, whose decoder layers fuse_ knows or not."""
+"""Small random transformers models with packed layers, whose decoder layers fuse_ knows or not; the
+families of bench/models/families.py, made once for all tests that read them."""
 
 from __future__ import annotations
 
@@ -10,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from bench.models.families import new_model, sizes
+from bench.models.families import FAMILIES, family, fused_family, new_model, sizes
 from torch_metalmm import QuantEmbedding, QuantLinear, fuse_, quantize_
 from torch_metalmm.models.fuse.layers import fused_layer
 from torch_metalmm.models.fuse.norms import as_norm
@@ -29,31 +30,27 @@ SHARED: dict[str, Any] = {
 _HEAD = {"head_dim": 32}
 _WINDOW = {"sliding_window": 4}
 _TWO_KINDS = {"layer_types": ["sliding_attention", "full_attention"]}
-_PRE = ["norm_linear", "rope", "linear", "swiglu", "linear"]
-_SANDWICH = ["norm_linear", "rope", "linear", "rms_norm", "swiglu", "linear", "rms_norm"]
 
-# {architecture: (its options, our ops in a layer)}
-FUSED: dict[str, tuple[dict[str, Any], list[str]]] = {
-    "llama": ({"attention_bias": True}, _PRE),
-    "mistral": (_WINDOW, _PRE),
-    "qwen2": ({}, _PRE),  # biases
-    "qwen3": (_HEAD, _PRE),  # norms of heads
-    "phi3": ({}, _PRE),  # q, k and v in one layer, gate and up in one
-    "smollm3": ({"no_rope_layer_interval": 2}, _PRE),  # the second layer rotates nothing
-    "granite": (
-        {"residual_multiplier": 0.22, "attention_multiplier": 0.1, "embedding_multiplier": 12.0},
-        ["norm_linear", "rope", "gemm", "swiglu", "gemm"],
-    ),
-    "olmo2": (  # norms after the branches, and of q and k as wholes
-        {},
-        ["linear", "rope", "linear", "rms_norm", "swiglu", "linear", "rms_norm"],
-    ),
-    "gemma": (_HEAD, _PRE),
-    "gemma2": (_HEAD | _WINDOW, _SANDWICH),
-    "gemma3_text": (_HEAD | _WINDOW | _TWO_KINDS, _SANDWICH),
-    "glm4": (_HEAD, _SANDWICH),  # pairs, half of the dimensions
-    "helium": ({"head_dim": 16}, _PRE),  # pairs
-    "ernie4_5": (_HEAD, _PRE),
+# {architecture: its options}
+FUSED: dict[str, dict[str, Any]] = {
+    "llama": {"attention_bias": True},
+    "mistral": _WINDOW,
+    "qwen2": {},  # biases
+    "qwen3": _HEAD,  # norms of heads
+    "phi3": {},  # q, k and v in one layer, gate and up in one
+    "smollm3": {"no_rope_layer_interval": 2},  # the second layer rotates nothing
+    "granite": {
+        "residual_multiplier": 0.22,
+        "attention_multiplier": 0.1,
+        "embedding_multiplier": 12.0,
+    },
+    "olmo2": {},  # norms after the branches, and of q and k as wholes
+    "gemma": _HEAD,
+    "gemma2": _HEAD | _WINDOW,
+    "gemma3_text": _HEAD | _WINDOW | _TWO_KINDS,
+    "glm4": _HEAD,  # pairs, half of the dimensions
+    "helium": {"head_dim": 16},  # pairs
+    "ernie4_5": _HEAD,
 }
 # {architecture: the cores of a layer's branches, "" where attention alone is fused}
 PARTS = {
@@ -81,8 +78,7 @@ def small(
     kind: str, format: str = "q8_0", dtype: torch.dtype = torch.float32, **options: Any
 ) -> Any:
     """A random model in eval mode, the same at every call; norms that are not ones."""
-    given = FUSED[kind][0] if kind in FUSED else _OPTIONS.get(kind, {})
-    model = new_model(kind, SIZES | given | options, dtype)
+    model = new_model(kind, SIZES | (FUSED | _OPTIONS).get(kind, {}) | options, dtype)
     for parameter in model.parameters():
         if parameter.dim() == 1:
             parameter.data += (torch.randn(parameter.shape) / 4).to(dtype)
@@ -182,3 +178,26 @@ def exact(model: Any) -> Any:
             if norm is not None:
                 copied.set_submodule(name, _Norm(norm))
     return copied.double()
+
+
+# {case: (family, options)}; keys that layers share, values that are keys before their norm,
+# embeddings for each layer, and gates of which all but the largest are cut off.
+CASES: dict[str, tuple[str, dict[str, Any]]] = {kind: (kind, {}) for kind in FAMILIES} | {
+    "gemma4_text shared": ("gemma4_text", SHARED),
+    "gemma4_text v is k": (
+        "gemma4_text",
+        {"attention_k_eq_v": True, "num_global_key_value_heads": 2},
+    ),
+    "gemma3n_text shared": (
+        "gemma3n_text",
+        SHARED | {"activation_sparsity_pattern": [0.9, 0.0] * 2},
+    ),
+}
+
+
+@functools.cache
+def family_pair(case: str) -> tuple[Any, Any]:
+    """The packed model, and fused with a cache of q8_0. What a test changes it does to copies."""
+    kind, options = CASES[case]
+    model = family(kind, **options)
+    return model, fused_family(model)
