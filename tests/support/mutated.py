@@ -28,7 +28,7 @@ ROOMS = {
     "torch_metalmm/models/lora": "models/lora models/test_embedding_scale.py",
     "torch_metalmm/models/mtp.py": "files hf/test_mtp_drafts.py",
     "torch_metalmm/files": "files hf",
-    "torch_metalmm/hf": "hf attention models/test_generation.py",
+    "torch_metalmm/hf": "hf attention",
     "torch_metalmm/hf/diffusers": "hf/test_images*.py models/test_adopt_images.py",
     "torch_metalmm/hf/caches": f"attention hf/test_drafts.py tools/serve {_BUILT}",
     "torch_metalmm/hf/parallel.py": "models/shard",
