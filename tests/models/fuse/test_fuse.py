@@ -9,6 +9,7 @@ import weakref
 from pathlib import Path
 from typing import Any
 
+import hf_models
 import oracle
 import pytest
 import torch
@@ -182,6 +183,16 @@ def test_refusals() -> None:
 
 
 # ---- models of transformers
+
+
+@pytest.mark.filterwarnings("ignore:left dense", "ignore:K is not a multiple")  # of T5
+@pytest.mark.parametrize("kind", ["phi", "bert", "t5"])
+def test_models_of_which_a_part_is_fused(kind: str) -> None:
+    """An MLP without a gate beside merged layers; encoders, of which nothing is."""
+    model = quantize_(hf_models.random_model(kind), "q8_0", progress=False)
+    want = hf_models.logits(model)
+    assert near(hf_models.logits(fuse_(model, "swiglu")), want)
+    assert any(isinstance(m, MergedLinear) for m in model.modules()) == (kind == "phi")
 
 
 def packed_llama(**options: Any) -> Any:

@@ -161,6 +161,25 @@ def test_other_arguments_reach_the_layer() -> None:
     assert ours(model, lambda m: logits(m, use_cache=False)) == [0, 1]
 
 
+@pytest.mark.parametrize("kind", ["llama", "glm4"])
+def test_layers_are_called_in_other_ways(kind: str) -> None:
+    """x with a name, no mask, and cos and sin that are written in place."""
+    model, plain = both(kind)
+    x, positions = torch.randn(1, 2, 64), torch.arange(2)[None]
+    angles = tuple(t.clone() for t in model.model.rotary_emb(x, positions))
+    layer, own = layers(model)[0], layers(plain)[0]
+    with torch.no_grad():
+        for _ in range(2):
+            want = own(x, position_embeddings=angles)
+            for got in (
+                layer(x, position_embeddings=angles, attention_mask=None),
+                layer(hidden_states=x, position_embeddings=angles),
+            ):
+                assert near(got, want)
+            for t in angles:
+                t.mul_(0.5)
+
+
 @pytest.mark.parametrize("kind", ["llama", "gemma3_text"])
 def test_outputs_of_layers_and_attention(kind: str) -> None:
     """The hooks that transformers leaves on attention modules matter only while they collect."""

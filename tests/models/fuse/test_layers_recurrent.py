@@ -9,13 +9,13 @@ from typing import Any
 
 import pytest
 import torch
-from layer_models import near
+from layer_models import ids, layers, near, padded
 from torch import Tensor, nn
 from transformers import DynamicCache
 
 from bench.models.families import family
 from bench.models.op_counts import Calls
-from torch_metalmm import fuse_, unfuse_
+from torch_metalmm import PackedCache, fuse_, unfuse_
 from torch_metalmm.models.cache_argument import with_cache
 from torch_metalmm.models.fuse.layers import fused_layer
 from torch_metalmm.models.fuse.norms import as_norm
@@ -37,10 +37,6 @@ def both(kind: str, **options: Any) -> tuple[Any, Any]:
     return model, fuse_(copy.deepcopy(model), "swiglu")
 
 
-def layers(model: Any) -> Any:
-    return (model.model if hasattr(model, "model") else model.backbone).layers
-
-
 def mixer_of(model: Any) -> Delta | Short | Ssm | None:
     """What mixes positions in the first layer, None if it is as it was."""
     fused = fused_layer(layers(model)[0])
@@ -51,11 +47,6 @@ def mixer_of(model: Any) -> Delta | Short | Ssm | None:
 def scan_of(model: Any) -> Ssm | None:
     mixer = mixer_of(model)
     return mixer if isinstance(mixer, Ssm) else None
-
-
-def tokens(batch: int, length: int) -> Tensor:
-    generator = torch.Generator().manual_seed(batch + length)
-    return torch.randint(3, 320, (batch, length), generator=generator)
 
 
 def run(model: Any, cache: Any, *parts: Tensor, **options: Any) -> Tensor:
@@ -74,8 +65,8 @@ def test_parts_of_a_prompt(kind: str) -> None:
     model, fused = both(kind)
     assert mixer_of(fused) is not None
     check = functools.partial(assert_near, kind)
-    ids = tokens(2, 40)
-    parts = ids.split([3, 30, 1, 1, 5], 1)
+    given = ids(2, 40)
+    parts = given.split([3, 30, 1, 1, 5], 1)
     caches = [DynamicCache(config=m.config) for m in (model, fused)]
     for first in (2, 1):
         check(run(fused, caches[1], *parts), run(model, caches[0], *parts))
@@ -85,14 +76,31 @@ def test_parts_of_a_prompt(kind: str) -> None:
         check(got.conv_states[0], want.conv_states[0])
         if kind != "lfm2":
             check(got.recurrent_states[0], want.recurrent_states[0])
-        check(run(fused, caches[1], ids[:, :2]), run(model, caches[0], ids[:, :2]))
+        check(run(fused, caches[1], given[:, :2]), run(model, caches[0], given[:, :2]))
         for cache in caches:
             cache.reset()
         begun = [
-            run(m, c, ids[:, :first]) for m, c in zip((fused, model), caches[::-1], strict=True)
+            run(m, c, given[:, :first]) for m, c in zip((fused, model), caches[::-1], strict=True)
         ]
         check(*begun)
-    check(run(fused, None, ids, use_cache=False), run(model, None, ids, use_cache=False))
+    check(run(fused, None, given, use_cache=False), run(model, None, given, use_cache=False))
+
+
+@pytest.mark.parametrize("kind", SCANS)
+def test_padding(kind: str) -> None:
+    """Prompts that are padded on the left, and on the right, where the state goes on."""
+    model, fused = both(kind)
+    given = padded(3, 7)
+    for flip in (False, True):
+        given = {n: t.flip(1) for n, t in given.items()} if flip else given
+        caches = [DynamicCache(config=m.config) for m in (model, fused)]
+        want, got = (
+            m(**given, **with_cache(m, c)).logits
+            for m, c in zip((model, fused), caches, strict=True)
+        )
+        kept = given["attention_mask"].bool()
+        assert_near(kind, got[kept], want[kept])
+        assert_near(kind, *(c.layers[0].recurrent_states[0] for c in reversed(caches)))
 
 
 def test_limits_of_steps() -> None:
@@ -103,6 +111,14 @@ def test_limits_of_steps() -> None:
     assert scan is not None and scan.limits == ((0.0, None), (0.0, None))
     scan = scan_of(both("nemotron_h", time_step_min=0.25)[1])
     assert scan is not None and scan.limits == ((0.25, None), (0.0, None))
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("kind", ["qwen3_5_text", "bamba", "mamba2", "falcon_h1"])
+def test_narrow_models(kind: str, dtype: torch.dtype) -> None:
+    options = {"residual_in_fp32": False} if kind == "mamba2" else {}
+    model = family(kind, **options).to(dtype)
+    assert mixer_of(fuse_(model, "swiglu")) is not None
 
 
 class Late(nn.Module):
@@ -134,8 +150,8 @@ def test_gated_norms(groups: int, first: bool) -> None:
     scan = scan_of(fused)
     assert scan is not None and scan.norm is not None
     assert (scan.norm.groups, scan.gate_last) == (groups, not first)
-    ids = tokens(1, 6)
-    assert_near("bamba", run(fused, None, ids), run(model, None, ids))
+    given = ids(1, 6)
+    assert_near("bamba", run(fused, None, given), run(model, None, given))
 
 
 def test_products_of_mixers_side_by_side_are_one() -> None:
@@ -148,8 +164,8 @@ def test_products_of_mixers_side_by_side_are_one() -> None:
     assert [name.count("_proj") for name in merged] == [4, 4]
     names = [name for name, _ in model.named_modules()]
     assert [name for name, _ in unfuse_(own).named_modules()] == names
-    ids = tokens(2, 9)
-    assert torch.equal(own(ids).logits, model(ids).logits)
+    given = ids(2, 9)
+    assert torch.equal(own(given).logits, model(given).logits)
 
 
 MIXERS = {"qwen3_5_text": "linear_attn", "bamba": "mamba"}
@@ -164,19 +180,19 @@ def test_another_rule_stays_as_it_is(kind: str) -> None:
     mixer.norm = Late(mixer.norm, 1, False, True)
     fused = fuse_(copy.deepcopy(model), "swiglu")
     assert mixer_of(fused) is None
-    ids = tokens(1, 6)
-    assert_near(kind, run(fused, None, ids), run(model, None, ids))
+    given = ids(1, 6)
+    assert_near(kind, run(fused, None, given), run(model, None, given))
 
 
 @pytest.mark.parametrize("kind", MIXERS)
 def test_the_own_forward_where_ours_says_less(kind: str) -> None:
     """A gradient of what has none in our ops, and a cache that keeps inputs to go back."""
     model, fused = both(kind)
-    ids = tokens(1, 9)
+    given = ids(1, 9)
     grads = []
     for m in (model, fused):
         weight = getattr(layers(m)[0], MIXERS[kind]).conv1d.weight
-        loss = m(ids, use_cache=False).logits.sum()
+        loss = m(given, use_cache=False).logits.sum()
         grads += torch.autograd.grad(loss, weight)
     assert_near(kind, grads[1], grads[0], 2)  # there and back
     logits = []
@@ -185,10 +201,20 @@ def test_the_own_forward_where_ours_says_less(kind: str) -> None:
         for layer in cache.layers:
             if hasattr(layer, "activate_past_recording"):
                 layer.activate_past_recording()
-        run(m, cache, ids[:, :4], ids[:, 4:])
+        run(m, cache, given[:, :4], given[:, 4:])
         assert cache.layers[0].conv_states[0].shape[-1] == 9
-        logits.append(run(m, cache, ids[:, :1]))
+        logits.append(run(m, cache, given[:, :1]))
     assert_near(kind, logits[1], logits[0])
+
+
+def test_a_saved_cache(tmp_path: Any) -> None:
+    """The states of a prompt, pickled as torch.save does, go on as they were."""
+    _, fused = both("bamba")
+    cache, given = PackedCache(fused.config, "q8_0"), ids(1, 9)
+    run(fused, cache, given[:, :8])
+    torch.save(cache, tmp_path / "cache.pt")
+    loaded = torch.load(tmp_path / "cache.pt", weights_only=False)
+    assert torch.equal(run(fused, loaded, given[:, 8:]), run(fused, cache, given[:, 8:]))
 
 
 @pytest.mark.parametrize("kind", ["qwen3_5_text", "bamba", "lfm2"])
@@ -201,15 +227,15 @@ def test_an_output_that_takes_its_input_in_another_order(kind: str) -> None:
     orders = {f"{name}.input_order": torch.randperm(m.in_features) for name, m in outputs}
     for name, output in outputs:
         output.input_order = orders[f"{name}.input_order"]
-    fused, ids = fuse_(copy.deepcopy(model), "swiglu"), tokens(2, 9)
+    fused, given = fuse_(copy.deepcopy(model), "swiglu"), ids(2, 9)
     assert mixer_of(fused) is not None
     assert_near(
-        kind, run(fused, None, ids, use_cache=False), run(model, None, ids, use_cache=False)
+        kind, run(fused, None, given, use_cache=False), run(model, None, given, use_cache=False)
     )
     state = {name: order.flip(0) for name, order in orders.items()}
     for each in (model, fused):
         each.load_state_dict(state, strict=False)
     with Calls() as calls:
-        got = run(fused, None, ids, use_cache=False)
+        got = run(fused, None, given, use_cache=False)
     assert "causal_conv" in calls.ours
-    assert_near(kind, got, run(model, None, ids, use_cache=False))
+    assert_near(kind, got, run(model, None, given, use_cache=False))

@@ -122,6 +122,14 @@ def test_a_result_of_another_shape_is_of_another_mixture() -> None:
     assert mixture_of(Call(mlp, (x,), {}, out[0]), x) is None
 
 
+def test_more_choices_than_route_has_beside_a_shared_expert() -> None:
+    options = {"num_experts": 40, "num_experts_per_tok": 32}
+    model = family("qwen3_next", **options)
+    fused = fused_family(model)
+    assert mixtures(fused) and all(m.stacks() is None for m in mixtures(fused))
+    assert_near(logits(fused, 3), logits(model, 3))
+
+
 def test_what_changes_after_fuse_() -> None:
     """A bias of the shared expert counts, and weights that are replaced are freed."""
     model = family("qwen3_next")
