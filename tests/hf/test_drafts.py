@@ -125,8 +125,8 @@ def test_states_go_back_by_a_graph(monkeypatch: pytest.MonkeyPatch) -> None:
     """The recurrent ops of the rows that stay, where a device has graphs."""
     monkeypatch.setitem(graphs.GRAPHS, "cpu", Captured)
     model, prompt, how = model_of("qwen3_5_text"), ids(1, 9), GREEDY | {"max_new_tokens": 18}
+    want, cache = answer(model, prompt, **how), PackedCache(model.config, "f32")
     with emulated():
-        want, cache = answer(model, prompt, **how), PackedCache(model.config, "f32")
         for _ in range(2):
             cache.reset()
             draft = Told(want[0].tolist(), 4)

@@ -152,16 +152,6 @@ def test_shards(tmp_path: Path, dense: Any) -> None:
     assert same_bytes(again, packed)
 
 
-def test_the_table_is_that_of_the_moment_of_saving(tmp_path: Path) -> None:
-    model = quantize_(random_model("llama"), {"*mlp*": "q8_0"}, progress=False)
-    quantize_(model, {"*.up_proj": "q4_0", "lm_head": "q6_k"}, progress=False)
-    model.model.layers[0].mlp.down_proj = nn.Linear(512, 256, bias=False)
-    model.save_pretrained(tmp_path)
-    loaded = load("llama", tmp_path)
-    assert same_bytes(loaded, model) and torch.equal(logits(loaded), logits(model))
-    assert type(loaded.model.layers[0].mlp.down_proj) is nn.Linear
-
-
 def test_new_heads_stay_dense(tmp_path: Path, dense: Any) -> None:
     config = MetalMMConfig("q8_0")
     kind = transformers.AutoModelForSequenceClassification

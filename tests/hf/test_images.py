@@ -64,27 +64,15 @@ PACKED = ["transformer", "text_encoder"]
 
 
 @pytest.mark.filterwarnings("ignore:left dense")  # of T5
-@pytest.mark.parametrize(
-    "config",
-    [
-        {"quant_mapping": dict.fromkeys(PACKED, MetalMMConfig("q8_0"))},
-        {
-            "quant_backend": "metalmm",
-            "quant_kwargs": {"format": "q8_0"},
-            "components_to_quantize": PACKED,
-        },
-    ],
-)
-def test_a_pipeline_packs_its_text_encoder_too(config: dict[str, Any], tmp_path: Path) -> None:
+def test_a_pipeline_packs_its_text_encoder_too(tmp_path: Path) -> None:
+    config = diffusers.PipelineQuantizationConfig(
+        quant_backend="metalmm", quant_kwargs={"format": "q8_0"}, components_to_quantize=PACKED
+    )
     dense, absent = pipeline("flux"), dict.fromkeys(set(without("flux")) - {"text_encoder"})
     sizes = {"vocab_size": 64, "d_model": 256, "d_ff": 512, "d_kv": 64, "num_layers": 1}
     encoder = transformers.T5EncoderModel(transformers.T5Config(num_heads=4, **sizes)).eval()
     type(dense)(**dense.components | {"text_encoder": encoder}).save_pretrained(tmp_path / "dense")
-    packed = type(dense).from_pretrained(
-        tmp_path / "dense",
-        **absent,
-        quantization_config=diffusers.PipelineQuantizationConfig(**config),
-    )
+    packed = type(dense).from_pretrained(tmp_path / "dense", **absent, quantization_config=config)
     packed.save_pretrained(tmp_path / "packed")
     loaded = type(dense).from_pretrained(tmp_path / "packed", **absent)
     for name in PACKED:
@@ -131,19 +119,6 @@ def test_the_dtype_of_a_model_does_not_change_its_bytes(tmp_path: Path) -> None:
     assert same_bytes(model, packed_transformer("flux")) and model.dtype == torch.bfloat16
     assert model.to(torch.float16).x_embedder.bias.dtype == torch.float16
     assert same_bytes(model, packed_transformer("flux"))
-
-
-def test_formats_by_name_and_layers_left_dense(tmp_path: Path) -> None:
-    config = MetalMMConfig("q8_0", modules={"*.attn.*": "q4_0"}, skip=["x_embedder", "norm_out"])
-    model = load("flux", dense_folder("flux", tmp_path), quantization_config=config)
-    assert type(model.x_embedder) is nn.Linear and type(model.norm_out.linear) is nn.Linear
-    assert model.transformer_blocks[0].attn.to_q.format == "q4_0"
-    assert model.proj_out.format == "q8_0"
-    activations_(model, "int8")
-    model.save_pretrained(tmp_path / "packed")
-    loaded = load("flux", tmp_path / "packed")
-    assert same_bytes(loaded, model) and loaded.proj_out.activations == "int8"
-    assert torch.equal(noise(loaded), noise(model))
 
 
 def test_a_single_file_packs(tmp_path: Path) -> None:

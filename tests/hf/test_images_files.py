@@ -14,7 +14,7 @@ from hf_models import check_products, packed_bytes, same_bytes
 from image_models import IMAGES, noise, packed_transformer, random_transformer
 from torch import nn
 
-from torch_metalmm import MetalMMConfig, QuantLinear, adopt_, quantize_
+from torch_metalmm import MetalMMConfig, QuantLinear, adopt_
 from torch_metalmm.hf.config import stored_config
 
 WEIGHTS = "diffusion_pytorch_model.safetensors"
@@ -29,15 +29,6 @@ def test_shards_of_an_earlier_save_are_gone(tmp_path: Path) -> None:
     model.save_pretrained(tmp_path)
     assert {f.name for f in tmp_path.iterdir()} == {WEIGHTS, "config.json"}
     assert same_bytes(load(tmp_path), model)
-
-
-def test_another_model_of_diffusers(tmp_path: Path) -> None:
-    model = diffusers.AutoencoderKL(block_out_channels=(32,), norm_num_groups=8)
-    name = next(n for n, m in model.named_modules() if type(m) is nn.Linear)
-    quantize_(model, {name: "q8_0"}, progress=False)
-    model.save_pretrained(tmp_path)
-    loaded = diffusers.AutoencoderKL.from_pretrained(tmp_path)
-    assert packed_bytes(loaded).keys() == {name} and same_bytes(loaded, model)
 
 
 def test_a_model_whose_packed_layers_are_dense_again(tmp_path: Path) -> None:

@@ -7,14 +7,12 @@ from pathlib import Path
 
 import pytest
 import torch
-import transformers
 from gguf_files import random_model as random_gguf
 from hf_models import random_model
 from safetensors.torch import load_file, save_file
 from spoiled_folders import Spoil, config
 
 from torch_metalmm import (
-    MetalMMConfig,
     load_gguf,
     load_mlx,
     load_packed,
@@ -163,14 +161,6 @@ def test_the_folders_load_as_they_are(
         tmp_path / "good"
     )
     load(kind, tmp_path / "good", capsys)
-
-
-def test_integers_are_refused_while_packing(tmp_path: Path, folders: Path) -> None:
-    shutil.copytree(folders / "dense", tmp_path / "dense")
-    integers(tmp_path / "dense")
-    kind = transformers.AutoModelForCausalLM
-    with pytest.raises(ValueError, match="norm.weight is I32, not a float dtype"):
-        kind.from_pretrained(tmp_path / "dense", quantization_config=MetalMMConfig("q8_0"))
 
 
 # ---- counts

@@ -233,12 +233,6 @@ def test_layers_whose_weight_the_model_reads_stay() -> None:
     assert type(model[0].layer) is GgufLinear
 
 
-def test_a_layer_under_two_names_stays_one() -> None:
-    theirs = gguf_linear(Type.Q8_0)
-    model = adopt_(nn.ModuleDict({"a": theirs, "b": theirs}))
-    assert model.a is model.b and type(model.a) is QuantLinear
-
-
 def test_filter_and_errors_change_nothing() -> None:
     model = nn.ModuleDict({"a": gguf_linear(Type.Q8_0), "b": gguf_linear(Type.Q8_0)})
     adopt_(model, lambda name, module: name != "a")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import pickle
 from pathlib import Path
 from typing import Any
 
@@ -104,16 +103,6 @@ def test_a_layer_of_two_kinds() -> None:
     fuse_(parts)
     assert settings(parts) == before and list(before.values()).count("int8") == 1
     assert "int8" in kinds(parts)
-
-
-def test_copies_keep_it() -> None:
-    model = fuse_(activations_(small("llama"), "int8"), "swiglu")
-    want = logits(model)
-    for other in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
-        assert torch.equal(logits(other), want)
-        activations_(other, None)
-        assert set(kinds(other)) == {None}
-    assert torch.equal(logits(model), want)
 
 
 def test_a_layer_packed_again_keeps_it() -> None:

@@ -54,25 +54,6 @@ def test_parameters_are_frozen_and_the_layer_is_a_linear() -> None:
     assert repr(layer) == "QuantLinear(in_features=256, out_features=24, bias=True, format=q4_0)"
 
 
-def test_dtype_moves_convert_the_bias_and_leave_the_bytes() -> None:
-    layer = packed_linear()
-    before = layer.weight.clone()
-    layer.half()
-    assert layer.bias.dtype == torch.float16 and torch.equal(layer.weight, before)
-    layer.to(torch.bfloat16)
-    assert layer.bias.dtype == torch.bfloat16 and torch.equal(layer.weight, before)
-    assert layer(torch.randn(1, 256)).dtype == torch.float32
-
-
-def test_gradient_flows_to_x_only() -> None:
-    layer = packed_linear()
-    x = torch.randn(3, 256, requires_grad=True)
-    layer(x).sum().backward()
-    assert x.grad is not None
-    oracle.check(x.grad, oracle.linear(torch.ones(3, 24), layer.dequantize().T))
-    assert layer.weight.grad is None
-
-
 @pytest.mark.quick
 @pytest.mark.parametrize("assign", [False, True])
 def test_state_dict_round_trip_through_a_file(assign: bool) -> None:

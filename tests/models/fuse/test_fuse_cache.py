@@ -54,6 +54,16 @@ def test_generate_makes_the_cache(format: str) -> None:
     assert made(model, ids(2, 7)).past_key_values is not out.past_key_values
 
 
+@pytest.mark.parametrize("kind", ["llama", "gemma3_text"])
+def test_drafts_of_transformers(kind: str) -> None:
+    """The cache keeps what they go back to, behind windows, too."""
+    model = model_of(kind, "f32")
+    plain = unfuse_(copy.deepcopy(model))
+    for given in (ids(1, 9), ids(1, 5).repeat(1, 3)):
+        found = tokens(model, given, prompt_lookup_num_tokens=3)
+        assert found == tokens(model, given, assistant_model=plain) == tokens(plain, given)
+
+
 def test_what_the_caller_names_counts() -> None:
     model = model_of(cache="q8_0")
     given = ids(1, 5)

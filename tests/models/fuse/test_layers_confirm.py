@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import functools
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -26,51 +27,30 @@ from torch_metalmm.models.fuse.observe import observed
 from torch_metalmm.nn.layer import FusedLayer
 from torch_metalmm.nn.step import Step
 
-
-class Adding(LlamaDecoderLayer):
-    def forward(self, x: Tensor, **kwargs: Any) -> Tensor:
-        return super().forward(x, **kwargs) + 1e-3
-
-
-class Clamping(LlamaDecoderLayer):
-    def forward(self, x: Tensor, **kwargs: Any) -> Tensor:
-        return super().forward(x, **kwargs).clamp(-50, 50)
-
-
-class Again(LlamaDecoderLayer):
-    """A second residual."""
-
-    def forward(self, x: Tensor, **kwargs: Any) -> Tensor:
-        return x + super().forward(x, **kwargs)
+# {what a layer does beside Llama's: of Llama's forward, x, and the other arguments}
+MORE: dict[str, Callable[..., Tensor]] = {
+    "adds": lambda own, x, given: own(x, **given) + 1e-3,
+    "clamps": lambda own, x, given: own(x, **given).clamp(-50, 50),
+    "a second residual": lambda own, x, given: x + own(x, **given),
+    "turns rows": lambda own, x, given: own(x, **given).flip(0),
+    "another for single tokens": lambda own, x, given: own(x, **given) * (1 + (x.shape[1] == 1)),
+    "a mask of its own": lambda own, x, given: own(x, **cloned(given)),
+    "twice": lambda own, x, given: own(own(x, **given), **given | ALONE),
+}
+ALONE = {cache_argument(LlamaDecoderLayer.forward): None, "attention_mask": None}
 
 
-class OfRows(LlamaDecoderLayer):
-    def forward(self, x: Tensor, **kwargs: Any) -> Tensor:
-        y = super().forward(x, **kwargs)
-        return y if x.shape[0] == 1 else y.flip(0)
+def cloned(given: dict[str, Any]) -> dict[str, Any]:
+    mask = given.get("attention_mask")
+    return given if mask is None else given | {"attention_mask": mask.clone()}
 
 
-class OfLength(LlamaDecoderLayer):
-    """Another layer for single tokens."""
+def doing(what: str) -> type[nn.Module]:
+    class Layer(LlamaDecoderLayer):
+        def forward(self, x: Tensor, **given: Any) -> Tensor:
+            return MORE[what](super().forward, x, given)
 
-    def forward(self, x: Tensor, **kwargs: Any) -> Tensor:
-        y = super().forward(x, **kwargs)
-        return y if x.shape[1] > 1 else 2 * y
-
-
-class Masking(LlamaDecoderLayer):
-    """A mask that is the layer's own."""
-
-    def forward(self, x: Tensor, attention_mask: Any = None, **kwargs: Any) -> Tensor:
-        if attention_mask is not None:
-            attention_mask = attention_mask.clone()
-        return super().forward(x, attention_mask=attention_mask, **kwargs)
-
-
-class Twice(LlamaDecoderLayer):
-    def forward(self, x: Tensor, **kwargs: Any) -> Tensor:
-        alone = kwargs | {cache_argument(LlamaDecoderLayer.forward): None, "attention_mask": None}
-        return super().forward(super().forward(x, **kwargs), **alone)
+    return Layer
 
 
 class NormingSums(LlamaRMSNorm):
@@ -96,20 +76,17 @@ CALLED = {NormingSums: "input_layernorm", Scaling: "self_attn"}
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-@pytest.mark.parametrize(
-    "kind", [Adding, Clamping, Again, OfRows, OfLength, Masking, Twice, *CALLED]
-)
+@pytest.mark.parametrize("kind", [*MORE, *CALLED])
 def test_layers_that_do_more_stay(kind: Any, dtype: torch.dtype) -> None:
     model = copy.deepcopy(pair("llama", dtype)[0])
     layer = layers(model)[0]
-    parts = {LlamaRMSNorm: layer.input_layernorm, LlamaAttention: layer.self_attn}
-    parts.get(kind.__base__, layer).__class__ = kind
+    part = layer.get_submodule(CALLED.get(kind, ""))
+    part.__class__ = kind if kind in CALLED else doing(kind)
     want = [logits(model), logits(model, **padded(3, 9))]
     fuse_(model, "swiglu")
     assert are_fused(model) == [kind in CALLED, True]
     if kind in CALLED:
-        recipe = fused_layer(layer).recipe  # type: ignore[union-attr]
-        assert recipe.called() == [layer.get_submodule(CALLED[kind])]
+        assert fused_layer(layer).recipe.called() == [part]  # type: ignore[union-attr]
     for got, own in zip((logits(model), logits(model, **padded(3, 9))), want, strict=True):
         assert (got - own).norm() <= (1e-5 if dtype == torch.float32 else 2**-5) * own.norm()
 
@@ -237,7 +214,7 @@ def test_packed_layers_outside_of_transformers_models() -> None:
 UNLIKE: dict[str, tuple[str, str, Any]] = {
     "scale": ("self_attn", "scaling", 1.0),
     "eps": ("input_layernorm", "variance_epsilon", 0.5),
-    "class": ("", "__class__", Clamping),
+    "class": ("", "__class__", doing("clamps")),
     "object": ("self_attn", "more", object()),
 }
 

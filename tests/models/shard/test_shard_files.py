@@ -213,14 +213,15 @@ def check_same(got: Any, want: Any) -> None:
         assert all(torch.equal(t, state[n]) for n, t in layer.state_dict().items()), name
 
 
-@pytest.mark.parametrize("kind", KINDS)
-def test_a_rank_reads_its_part(kind: str, tmp_path: Path) -> None:
+@pytest.fixture
+def folder(kind: str, tmp_path: Path) -> Path:
     write(kind, tmp_path, dense_model())
-    check_read(kind=kind, folder=tmp_path)
+    return tmp_path
 
 
+@pytest.mark.parametrize("kind", KINDS)
 @on_each_rank(2)
-def check_read(mesh: Any, kind: str, folder: Path) -> None:
+def test_a_rank_reads_its_part(mesh: Any, kind: str, folder: Path) -> None:
     want = shard_(pack(kind, dense_model()), mesh)
     layers = {n: m for n, m in want.named_modules() if isinstance(m, Sharded)}
     file = file_of(kind, folder)

@@ -27,18 +27,20 @@ def dense_model() -> Any:
     return tiny_llama(seed=5, intermediate_size=1024)
 
 
-def write(folder: Path) -> None:
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
     """A dense model and an importance, of which the last rank's columns are next to nothing: a
     search never takes less than 2^-40 of the largest for a weight."""
     model = dense_model()
-    model.save_pretrained(folder)
+    model.save_pretrained(tmp_path)
     random, entries = np.random.default_rng(1), {}
     for name, module in model.named_modules():
         if isinstance(module, torch.nn.Linear):
             k = module.in_features
             sums = random.random((1, k), np.float32) * np.where(np.arange(k) < k // 2, 1, 1e-14)
             entries[name] = Entry(sums.astype(np.float32), np.array([1], np.float32))
-    write_imatrix(folder / "imatrix.gguf", Imatrix(entries))
+    write_imatrix(tmp_path / "imatrix.gguf", Imatrix(entries))
+    return tmp_path
 
 
 def load(folder: Path, spec: dict[str, str]) -> Any:
@@ -49,13 +51,8 @@ def load(folder: Path, spec: dict[str, str]) -> Any:
 
 
 @pytest.mark.parametrize("what", SPECS)
-def test_a_rank_packs_its_part_of_the_whole(what: str, tmp_path: Path) -> None:
-    write(tmp_path)
-    check_packed(folder=tmp_path, what=what)
-
-
 @on_each_rank(2)
-def check_packed(mesh: Any, folder: Path, what: str) -> None:
+def test_a_rank_packs_its_part_of_the_whole(mesh: Any, folder: Path, what: str) -> None:
     """As shard_ of the whole; columns are not as they are without an importance."""
     weighed = read_importance(folder / "imatrix.gguf", dense_model())
     packed = quantize_(dense_model(), SPECS[what], progress=False, importance=weighed)
@@ -68,13 +65,8 @@ def check_packed(mesh: Any, folder: Path, what: str) -> None:
         assert not torch.equal(layer.weight, plain.get_submodule(name).weight), name
 
 
-def test_columns_of_a_format_that_weighs_by_the_row(tmp_path: Path) -> None:
-    write(tmp_path)
-    check_refused(folder=tmp_path)
-
-
 @on_each_rank(2)
-def check_refused(mesh: Any, folder: Path) -> None:
+def test_columns_of_a_format_that_weighs_by_the_row(mesh: Any, folder: Path) -> None:
     said = r"importance: model.layers.0.mlp.down_proj is divided by columns, and q4_1 weighs"
     with pytest.raises(ValueError, match=said):
         load(folder, {"*.o_proj": "iq4_nl", "*": "q4_1"})
