@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 import transformers
-from layer_models import are_fused, fused, ids, small
+from layer_models import are_fused, fused, ids, padded, small
 from torch import nn
 from transformers import DynamicCache, StaticCache
 
@@ -54,14 +54,31 @@ def test_generate_makes_the_cache(format: str) -> None:
     assert made(model, ids(2, 7)).past_key_values is not out.past_key_values
 
 
-@pytest.mark.parametrize("kind", ["llama", "gemma3_text"])
-def test_drafts_of_transformers(kind: str) -> None:
-    """The cache keeps what they go back to, behind windows, too."""
-    model = model_of(kind, "f32")
+@pytest.mark.parametrize(
+    ("kind", "format"),
+    [("llama", "f32"), ("mistral", "f32"), ("gemma2", "f16"), ("gemma3_text", "f32")],
+)
+def test_the_tokens_are_those_of_dynamic_cache(kind: str, format: str) -> None:
+    """Left padding, beams, sampling, assistants, prompt lookup; windows that end before."""
+    model = model_of(kind, format)
     plain = unfuse_(copy.deepcopy(model))
-    for given in (ids(1, 9), ids(1, 5).repeat(1, 3)):
-        found = tokens(model, given, prompt_lookup_num_tokens=3)
-        assert found == tokens(model, given, assistant_model=plain) == tokens(plain, given)
+    assert type(made(plain, ids(1, 3)).past_key_values) is DynamicCache
+    kinds = {"layer_types": ["sliding_attention"]} if kind == "gemma3_text" else {}
+    assistant = model_of(kind, format, num_hidden_layers=1, **kinds)
+    repeating = ids(1, 5).repeat(1, 3)
+    ways: list[tuple[Any, dict[str, Any]]] = [
+        (padded(3, 7), {}),
+        (ids(2, 20), {"num_beams": 3, "num_return_sequences": 2}),
+        (padded(2, 6), {"do_sample": True, "top_k": 20}),
+        (ids(2, 9), {"num_beams": 2, "do_sample": True}),
+    ]
+    for given, options in ways:
+        assert tokens(model, given, **options) == tokens(plain, given, **options), options
+    for given in (ids(1, 9), repeating):
+        want = tokens(plain, given)
+        assert tokens(model, given, prompt_lookup_num_tokens=3) == want
+        assert tokens(model, given, assistant_model=assistant) == want
+        assert tokens(plain, given, assistant_model=assistant) == want
 
 
 def test_what_the_caller_names_counts() -> None:
