@@ -143,6 +143,23 @@ def keeps_cache(model: Any) -> bool:
     return takes is not None and not model.config.is_encoder_decoder
 
 
+def context_of(model: Any, given: int | None = None) -> int | None:
+    """The tokens that a prompt and its answer may have together: those that the model was made for,
+    and at most so many as are given; None: no limit is known."""
+    own = getattr(model.config.get_text_config(decoder=True), "max_position_embeddings", None)
+    return min((n for n in (own, given) if isinstance(n, int) and n > 0), default=None)
+
+
+def room_behind(name: str, count: int, context: int | None, most: int | None) -> int:
+    """Tokens that may follow so many of `name`, `most` if they are given. ValueError: none."""
+    if context is not None and count >= context:
+        raise ValueError(
+            f"{name}: {count} tokens; the context has {context}, the answer's included"
+        )
+    limits = most, None if context is None else context - count
+    return min((limit for limit in limits if limit is not None), default=1 << 30)
+
+
 def long_from(model: Any) -> int | None:
     """The number of tokens from which a longrope turns all keys by its long factors; None: no such.
 

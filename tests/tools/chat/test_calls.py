@@ -47,12 +47,11 @@ def talk_of(*texts: str, template: Template | None = None) -> tuple[Conversation
     makes of them."""
     answers, asked = iter(texts), list[Any]()
 
-    def answer(messages: list[Any], show: Any, tools: Any) -> Any:
+    def answer(messages: list[Any], show: Any, tools: Any, is_over: Any) -> Any:
         asked.append(messages if template is None else template.render(messages, tools))
-        return SimpleNamespace(text=next(answers), finish="stop")
+        return SimpleNamespace(text=next(answers), result=SimpleNamespace(reason="stop"))
 
     session: Any = SimpleNamespace(answer=answer, context=None, template=template, prompt="")
-    session.stop = session.resume = lambda: None
     return Conversation(session, "model"), asked
 
 

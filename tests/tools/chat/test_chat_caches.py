@@ -12,7 +12,8 @@ from greedy import greedy
 from bench.models.families import new_model, sizes
 from torch_metalmm import load_gguf
 from torch_metalmm.tools import sequence as module
-from torch_metalmm.tools.chat.session import Options, Session
+from torch_metalmm.tools.chat.session import Session
+from torch_metalmm.tools.writing import Options
 
 ORIGINAL = 32  # positions that the short factors are for
 NEW = 8
@@ -43,7 +44,7 @@ def phi(tokenizer: Any) -> Any:
 def answered(session: Session, ids: list[int]) -> tuple[list[int], int]:
     """The new tokens, and how many of the prompt's were kept."""
     answer = session.go_on("", ids, lambda _: None)
-    return session._last[1][len(ids) :], answer.kept_tokens
+    return session._last[1][len(ids) :], answer.result.kept_tokens
 
 
 def random_ids(tokenizer: Any, count: int) -> list[int]:

@@ -22,9 +22,10 @@ from torch_metalmm.tools import sequence as module
 from torch_metalmm.tools.chat.conversation import Conversation
 from torch_metalmm.tools.chat.flags import add_flags
 from torch_metalmm.tools.chat.loading import load
-from torch_metalmm.tools.chat.session import Options, Session
+from torch_metalmm.tools.chat.session import Session
 from torch_metalmm.tools.chat.template import Template
 from torch_metalmm.tools.generate import demo_model
+from torch_metalmm.tools.writing import Options
 
 QUESTIONS = ("What is the capital of France?", "And of Italy?", "Name a river there.")
 Models = tuple[Any, Any, Template]
@@ -72,38 +73,30 @@ def computed(model: Any) -> Iterator[list[int]]:
         hook.remove()
 
 
-def test_a_chat_answers_as_transformers_does(real: Models) -> None:
+@pytest.mark.parametrize("cache", (None, "q8_0"))
+def test_a_chat_answers_as_transformers_does(
+    real: Models, cache: str | None, request: pytest.FixtureRequest
+) -> None:
     """From a cache that stays, each turn computes its new tokens alone."""
-    session, messages = session_of(real), []
+    if cache is not None:
+        set_cache([real[0]], cache)
+        request.addfinalizer(lambda: drop_cache([real[0]]))
+    session, messages = session_of(real, cache=cache), list[Any]()
     held = 0
     for question in QUESTIONS:
         messages.append({"role": "user", "content": question})
         shown: list[str] = []
         with computed(real[0]) as counts:
             answer = session.answer(messages, shown.append)
-        assert answer.text == "".join(shown) == fresh(real, messages)
-        assert answer.kept_tokens == held
+        assert answer.text == "".join(shown)
+        assert cache is not None or answer.text == fresh(real, messages)
+        assert answer.result.kept_tokens == held
         # The last token that is chosen is not computed.
-        assert sum(counts) == answer.prompt_tokens - held + answer.new_tokens - 1
-        held = answer.prompt_tokens + answer.new_tokens - 1
+        held = answer.result.prompt_tokens + answer.result.new_tokens - 1
+        assert sum(counts) == held - answer.result.kept_tokens
         messages.append({"role": "assistant", "content": answer.text})
-
-
-def test_a_packed_cache_stays_too(real: Models) -> None:
-    set_cache([real[0]], "q8_0")
-    try:
-        session = session_of(real, cache="q8_0")
-        messages = [{"role": "user", "content": QUESTIONS[0]}]
-        first = session.answer(messages, silent)
-        messages += [{"role": "assistant", "content": first.text}]
-        messages += [{"role": "user", "content": QUESTIONS[1]}]
-        with computed(real[0]) as counts:
-            second = session.answer(messages, silent)
-        assert second.kept_tokens == first.prompt_tokens + first.new_tokens - 1
-        assert sum(counts) == second.prompt_tokens - second.kept_tokens + second.new_tokens - 1
-        assert {layer.formats for layer in session.sequence.cache.layers} == {("f16", "q8_0")}
-    finally:
-        drop_cache([real[0]])
+    formats = {getattr(layer, "formats", None) for layer in session.sequence.cache.layers}
+    assert formats == {None if cache is None else ("f16", "q8_0")}
 
 
 def test_a_draft_changes_no_answer(real: Models) -> None:
@@ -118,9 +111,9 @@ def test_a_draft_changes_no_answer(real: Models) -> None:
             messages.append({"role": "user", "content": question})
             answer = session.answer(messages, silent)
             assert answer.text == fresh(real, messages)
-            assert len(answer.times) == answer.new_tokens
+            assert len(answer.times) == answer.result.new_tokens
             messages.append({"role": "assistant", "content": answer.text})
-        assert answer.kept_tokens > 0
+        assert answer.result.kept_tokens > 0
 
 
 def test_drafts_of_a_files_own_head(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -168,27 +161,21 @@ def test_what_changed_is_read_again(real: Models) -> None:
 
 
 def test_a_stop_keeps_the_beginning(real: Models) -> None:
-    """stop(), as Ctrl-C calls it: the answer ends there, and the chat goes on from it."""
+    """As Ctrl-C does: the answer ends there, and the chat goes on from it."""
     session = session_of(real, most=24)
     messages = [{"role": "user", "content": "Count from one to twenty."}]
     pieces: list[str] = []
-
-    def show(piece: str) -> None:
-        pieces.append(piece)
-        if len(pieces) == 4:
-            session.stop()
-
-    answer = session.answer(messages, show)
+    answer = session.answer(messages, pieces.append, is_over=lambda: len(pieces) >= 4)
     whole = fresh(real, messages, most=24)
-    assert answer.finish == "interrupted" and answer.text == "".join(pieces)
+    assert answer.result.reason == "interrupted" and answer.text == "".join(pieces)
     assert whole.startswith(answer.text) and answer.text != whole
     messages += [
         {"role": "assistant", "content": answer.text},
         {"role": "user", "content": "Go on."},
     ]
     after = session.answer(messages, silent)
-    assert after.kept_tokens == answer.prompt_tokens + answer.new_tokens - 1
-    assert after.text == fresh(real, messages, most=24) and after.finish != "interrupted"
+    assert after.result.kept_tokens == answer.result.prompt_tokens + answer.result.new_tokens - 1
+    assert after.text == fresh(real, messages, most=24) and after.result.reason != "interrupted"
 
 
 def test_a_long_prompt_can_be_stopped(real: Models, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -196,17 +183,12 @@ def test_a_long_prompt_can_be_stopped(real: Models, monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr(module, "CHUNK", 16)
     session = session_of(real)
     messages = [{"role": "user", "content": "word " * 60 + QUESTIONS[0]}]
-
-    def stop(module: Any, args: Any) -> None:
-        session.stop()
-
-    hook = real[0].get_input_embeddings().register_forward_pre_hook(stop)
-    answer = session.answer(messages, silent)
-    hook.remove()
-    assert (answer.finish, answer.text, answer.new_tokens) == ("interrupted", "", 0)
+    with computed(real[0]) as counts:
+        answer = session.answer(messages, silent, is_over=lambda: bool(counts))
+    assert (answer.result.reason, answer.text, answer.result.new_tokens) == ("interrupted", "", 0)
     with computed(real[0]) as counts:
         again = session.answer(messages, silent)
-    assert again.kept_tokens == 16 and max(counts) <= 16
+    assert again.result.kept_tokens == 16 and max(counts) <= 16
     assert again.text == fresh(real, messages)
 
 
@@ -224,9 +206,9 @@ def test_an_interrupt_within_a_layer_forgets_the_cache(real: Models) -> None:
     hook = real[0].model.layers[7].register_forward_pre_hook(interrupt)
     answer = session.answer(messages, silent)
     hook.remove()
-    assert answer.finish == "interrupted" and answer.new_tokens == 2
+    assert answer.result.reason == "interrupted" and answer.result.new_tokens == 2
     again = session.answer(messages, silent)
-    assert again.kept_tokens == 0 and again.text == fresh(real, messages)
+    assert again.result.kept_tokens == 0 and again.text == fresh(real, messages)
 
 
 def test_stop_strings_end_an_answer_and_are_not_told(real: Models) -> None:
@@ -236,14 +218,14 @@ def test_stop_strings_end_an_answer_and_are_not_told(real: Models) -> None:
         shown: list[str] = []
         answer = session_of(real, stops=[stop]).answer(messages, shown.append)
         assert "".join(shown) == answer.text == whole.partition(stop)[0]
-        assert answer.finish == "stop"
+        assert answer.result.reason == "stop"
 
 
 def test_the_context_is_a_limit(real: Models) -> None:
     messages = [{"role": "user", "content": QUESTIONS[0]}]
-    count = len(session_of(real).tokens_of(messages))
+    count = len(session_of(real).prompt_of(messages)[1])
     answer = session_of(real, context=count + 3).answer(messages, silent)
-    assert (answer.finish, answer.new_tokens) == ("length", 3)
+    assert (answer.result.reason, answer.result.new_tokens) == ("length", 3)
     with pytest.raises(ValueError, match=f"prompt: {count} tokens; the context has {count}"):
         session_of(real, context=count).answer(messages, silent)
     assert session_of(real, context=1 << 20).context == 8192  # the model's
@@ -269,14 +251,6 @@ def test_an_error_leaves_the_chat_as_it_was(real: Models) -> None:
     assert chat.messages == before and chat.hidden == 0
 
 
-def test_a_stop_that_met_no_answer_is_over(real: Models) -> None:
-    """Ctrl-C as an answer ends: it stops nothing, and not the next answer either."""
-    chat = Conversation(session_of(real), "model")
-    chat.session.stop()
-    answer = chat.ask({"role": "user", "content": QUESTIONS[0]}, silent)
-    assert answer.text == fresh(real, chat.messages[:1]) and len(chat.messages) == 2
-
-
 def test_sampling_with_a_seed(real: Models) -> None:
     """Its options reach transformers: one token to choose from is the likeliest."""
     messages = [{"role": "user", "content": "Tell me a story."}]
@@ -295,7 +269,7 @@ def test_windows_are_read_again(tmp_path: Path) -> None:
     model, tokenizer = load_gguf(random_model(tmp_path / "g.gguf", "gemma3"))
     session = Session(model, tokenizer, Options(max_new_tokens=4))
     text = "ab " * 40
-    assert session.complete(text, silent).kept_tokens == 0
-    assert session.complete(text[:150] + "cd", silent).kept_tokens == 0
+    assert session.complete(text, silent).result.kept_tokens == 0
+    assert session.complete(text[:150] + "cd", silent).result.kept_tokens == 0
     alone = Session(model, tokenizer, Options(max_new_tokens=4))
     assert session.complete(text, silent).text == alone.complete(text, silent).text

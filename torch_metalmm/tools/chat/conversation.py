@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import signal
+import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
+from ..writing import Writing
 from .marks import CALL, assistant_message, calls_of, parts
 from .session import Message, Session
-from .stream import Answer
 
 
 class Conversation:
@@ -37,7 +38,7 @@ class Conversation:
             messages = messages[1:]
         self.messages, self.hidden = messages, 0
 
-    def ask(self, message: Message, show: Callable[[str], object]) -> Answer:
+    def ask(self, message: Message, show: Callable[[str], object]) -> Writing:
         """Add the message and its answer, in part if it was stopped.
 
         The chat stays as it was where an error is raised, or nothing came before the stop.
@@ -45,15 +46,15 @@ class Conversation:
         """
         before, hidden = list(self.messages), self.hidden
         self.messages.append(message)
-        self.session.resume()
+        stopped = threading.Event()
         try:
-            with _interrupts(self.session.stop):
+            with _interrupts(stopped.set):
                 self._fit()
-                answer = self.session.answer(self._seen(), show, self.tools)
+                answer = self.session.answer(self._seen(), show, self.tools, stopped.is_set)
         except BaseException:
             self.messages, self.hidden = before, hidden
             raise
-        if answer.finish == "interrupted" and not answer.text:
+        if answer.result.reason == "interrupted" and not answer.text:
             self.messages, self.hidden = before, hidden
             return answer
         takes_calls = "tool_calls" in (self.session.template.text if self.session.template else "")
@@ -102,7 +103,7 @@ class Conversation:
                     return
 
     def _count(self) -> int:
-        return len(self.session.tokens_of(self._seen(), self.tools))
+        return len(self.session.prompt_of(self._seen(), self.tools)[1])
 
 
 def _calls(message: Message) -> list[Message]:

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 from ..arguments import add_common, not_negative, positive_int, share
 
 if TYPE_CHECKING:
-    from .session import Options
+    from ..writing import Options
 
 MODEL_HELP = (
     "a .gguf file or one of its parts, a folder of `metalmm quantize`, MLX, GPTQ, ..., or such a "
@@ -174,7 +174,7 @@ def check_model(args: argparse.Namespace) -> None:
 
 def options_of(args: argparse.Namespace, max_new_tokens: int | None) -> Options:
     """max_new_tokens: where the flag is not given."""
-    from .session import Options
+    from ..writing import Options
 
     return Options(
         temperature=args.temperature,

@@ -64,7 +64,7 @@ def run(args: argparse.Namespace) -> None:
         screen.print(as_json(answer, loading))
     else:
         screen.note(line(answer, loading))
-    if answer.finish == "interrupted":
+    if answer.result.reason == "interrupted":
         raise KeyboardInterrupt
 
 

@@ -117,8 +117,9 @@ def _answer(chat: Conversation, screen: Screen, message: Any, as_json: bool) -> 
     if as_json:
         screen.print(object_of(answer))
         return
-    stopped = {"interrupted": "stopped · ", "length": "cut at the limit · "}.get(answer.finish, "")
-    if answer.finish == "interrupted" and not answer.text:
+    reason = answer.result.reason
+    stopped = {"interrupted": "stopped · ", "length": "cut at the limit · "}.get(reason, "")
+    if reason == "interrupted" and not answer.text:
         stopped = "stopped before a word; the message is not in the chat"
     screen.note(stopped + line(answer))
     for name in chat.awaited()[:1]:

@@ -28,9 +28,9 @@ from ...nn.again import noted
 from ...nn.exact import exact_rows
 from ..chat.session import drafters
 from ..sequence import CHUNK, keeps_entries
+from .choosing import Choosing
 from .engine import Job, Runner
 from .guessing import Guessing
-from .writing import Writing
 
 _LOG = logging.getLogger(__name__)
 
@@ -73,14 +73,14 @@ def guessing_of(draft: Any, model: Any, tokenizer: Any) -> Guessing | None:
 _NUMBERS = itertools.count()
 
 
-class _Answer(Writing):
-    """A job under way: `text` has rows of a beginning of `tokens`."""
+class _Answer(Choosing):
+    """A job under way: `held` has rows of a beginning of `tokens`."""
 
     def __init__(
         self, job: Job, cache: PagedCache, model: Any, tokenizer: Any, guessing: Guessing | None
     ) -> None:
         super().__init__(job, model, tokenizer)
-        self.text, self.number = Text(cache, job.owner), next(_NUMBERS)
+        self.held, self.number = Text(cache, job.owner), next(_NUMBERS)
         self._guessing = guessing
         self.owner, self.may_draft = job.owner, guessing is not None
         self.drafter: Drafter | None = None
@@ -89,43 +89,43 @@ class _Answer(Writing):
 
     def begin(self) -> None:
         """Hold the rows of its prompt's beginning that the cache has."""
-        kept = self.text.begin(self.job.ids, LEAST)
+        kept = self.held.begin(self.job.ids, LEAST)
         self.kept = kept if self.kept is None else self.kept
         if self._guessing is not None:
             self._guessing.lend(self)
 
     def release(self) -> None:
         """Give back what it holds."""
-        self.text.end()
+        self.held.end()
         if self._guessing is not None:
             self._guessing.give_back(self)
 
     def is_read(self) -> bool:
-        return len(self.text.tokens) == len(self.tokens)
+        return len(self.held.tokens) == len(self.tokens)
 
     def part(self, most: int) -> list[int]:
         """The next tokens of the prompt: `most`, or all where less than LEAST would be left."""
-        left = self.job.ids[len(self.text.tokens) : self._stop()]
+        left = self.job.ids[len(self.held.tokens) : self._stop()]
         return left if len(left) < most + LEAST else left[:most]
 
     def _stop(self) -> int:
         """Where the next part ends at the latest: states are kept there, for later prompts."""
-        read, whole = len(self.text.tokens), len(self.job.ids)
+        read, whole = len(self.held.tokens), len(self.job.ids)
         last = (whole - LEAST) // SLOTS * SLOTS
-        if not self.text.cache.states.most_kept or read >= last:
+        if not self.held.cache.states.most_kept or read >= last:
             return whole
         return min(last, (read // CHUNK + 1) * CHUNK)
 
     def extend(self, part: list[int]) -> None:
         """The part of the prompt is read."""
         stop = self._stop()
-        self.text.extend(part)
-        if len(self.text.tokens) == stop < len(self.job.ids):
-            self.text.keep_states()
+        self.held.extend(part)
+        if len(self.held.tokens) == stop < len(self.job.ids):
+            self.held.keep_states()
 
     def unread(self, most: int) -> list[int]:
         """The first tokens without a row, up to so many."""
-        return self.tokens[len(self.text.tokens) :][:most]
+        return self.tokens[len(self.held.tokens) :][:most]
 
     def choose(self, logits: Tensor) -> str:
         reason = super().choose(logits)
@@ -133,9 +133,10 @@ class _Answer(Writing):
             self.drafter.add(self.tokens[-1])
         return reason
 
-    def end(self, reason: str) -> None:
+    def over(self, reason: str) -> None:
         self.release()
-        self.finish(reason, self.kept or 0, self.right, self.guessed - self.right)
+        guesses = self.right, self.guessed - self.right
+        self.job.tell(self.finish(reason, self.kept or 0, *guesses))
 
 
 class Batch(Runner):
@@ -185,9 +186,6 @@ class Batch(Runner):
         given = job, self.cache, self.model, self._tokenizer, self._guessing
         self._prompts.append(_Answer(*given))
 
-    def stop(self, job: Job) -> None:
-        """The next step sees that it is cancelled."""
-
     def fail(self, error: Exception) -> None:
         failed = [*self._prompts, *self._answers]
         self._prompts.clear()
@@ -216,7 +214,7 @@ class Batch(Runner):
             count = max(map(len, ahead))
             rows = [ids + ids[-1:] * (count - len(ids)) for ids in ahead]
             try:
-                positions = self.cache.begin_step([a.text for a in self._answers], count)
+                positions = self.cache.begin_step([a.held for a in self._answers], count)
                 break
             except PoolFull:
                 begin = None
@@ -249,7 +247,7 @@ class Batch(Runner):
     def _show(self, answers: list[_Answer], ids: list[list[int]]) -> None:
         """Let their drafters see what a step has computed of these tokens of each."""
         if self._guessing is not None:
-            starts = [len(answer.text.tokens) for answer in answers]
+            starts = [len(answer.held.tokens) for answer in answers]
             self._guessing.see(answers, starts, list(map(len, ids)))
 
     def _keep(self, ahead: list[list[int]], logits: Tensor, before: States) -> None:
@@ -263,15 +261,15 @@ class Batch(Runner):
                 self._answers.remove(answer)  # before another fails
                 continue
             if kept < logits.shape[1] and not before.go_back(kept, slice(i, i + 1)):
-                self._forward([ids[:kept]], self.cache.begin_step([answer.text], kept))
-            answer.text.extend(ids[:kept], is_shared=False)
+                self._forward([ids[:kept]], self.cache.begin_step([answer.held], kept))
+            answer.held.extend(ids[:kept], is_shared=False)
 
     def _take(self, answer: _Answer, ids: list[int], logits: Tensor) -> int:
         """How many tokens of a step are kept, up to the first wrong guess; 0: the answer is over.
 
         logits: [tokens of the step, vocabulary].
         """
-        known = len(answer.tokens) - len(answer.text.tokens)
+        known = len(answer.tokens) - len(answer.held.tokens)
         guesses, right, kept = ids[known:], answer.right, min(known, len(ids))
         answer.guessed += len(guesses)
         if kept == known:  # the last token has a row, and another is to be chosen
@@ -287,7 +285,7 @@ class Batch(Runner):
 
     def _give_back(self) -> None:
         """The youngest text gives its pages back, and is read again. PoolFull: there is but one."""
-        holders = [a for a in (*self._prompts, *self._answers) if a.text.pages]
+        holders = [a for a in (*self._prompts, *self._answers) if a.held.pages]
         if len(holders) < 2:
             raise PoolFull("one text alone has more tokens than the cache has slots")
         youngest = max(holders, key=lambda answer: answer.number)
@@ -299,10 +297,10 @@ class Batch(Runner):
         answer = self._prompts[0]
         begin = time.monotonic()
         try:
-            if not answer.text.pages:
+            if not answer.held.pages:
                 answer.begin()
             part = answer.part(self._part_size())
-            logits = self._forward([part], self.cache.begin_step([answer.text], len(part)))
+            logits = self._forward([part], self.cache.begin_step([answer.held], len(part)))
             self._show([answer], [part])
             answer.extend(part)
         except PoolFull:
@@ -314,7 +312,7 @@ class Batch(Runner):
             _tell(answer, error)
             return
         self._speed = len(part) / (time.monotonic() - begin)
-        if len(answer.text.tokens) < len(answer.job.ids):
+        if len(answer.held.tokens) < len(answer.job.ids):
             self._prompts.rotate(-1)
             return
         # In one list at every moment: the client knows its first token, and may ask who is busy.
@@ -345,7 +343,7 @@ class Batch(Runner):
             reason = answer.choose(logits)
             answer.right += answer.tokens[-1] == guess
             if reason:
-                answer.end(reason)
+                answer.over(reason)
             return not reason
         except Exception as error:
             answer.release()

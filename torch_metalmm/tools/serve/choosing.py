@@ -1,13 +1,15 @@
-"""Which token comes next, for each answer by its own options."""
+"""The tokens of a job's answer: chosen by its own options, told to who asked, up to the end."""
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from ..chat.session import Options
+from ..writing import Options, Writing
+from .engine import Job
 
 
 class Chooser:
@@ -19,11 +21,11 @@ class Chooser:
 
         self._is_greedy = not options.temperature
         self._processors: Any = LogitsProcessorList()
-        self._processors.extend(options.own_processors())
-        self._reads_tokens = options.repeat_penalty is not None or bool(self._processors)
-        self._scores = options.scores
         if options.repeat_penalty is not None:
             self._processors.append(of.RepetitionPenaltyLogitsProcessor(options.repeat_penalty))
+        self._processors.extend(options.own_processors())
+        self._reads_tokens = bool(self._processors)
+        self._scores = options.scores
         if self._is_greedy:
             return
         self._generator = torch.Generator(device)
@@ -55,3 +57,19 @@ class Chooser:
             return int(logits.argmax())
         shares = logits.softmax(-1)
         return int(torch.multinomial(shares, 1, generator=self._generator))
+
+
+class Choosing(Writing):
+    """The answer to a job, a token at a time."""
+
+    def __init__(self, job: Job, model: Any, tokenizer: Any) -> None:
+        super().__init__(model, tokenizer, job.ids, job.options, job.tell)
+        options = job.options
+        if options.repeat_penalty is None:  # as generate() does
+            options = replace(options, repeat_penalty=model.generation_config.repetition_penalty)
+        self.job, self.chooser = job, Chooser(options, job.seed, model.device)
+
+    def choose(self, logits: Tensor) -> str:
+        """Choose the next token from logits [1, vocabulary]; how the answer ends, or ""."""
+        self.add([self.chooser.choose(logits, self.tokens)])
+        return self.reason()

@@ -149,7 +149,8 @@ def run(args: argparse.Namespace) -> None:
 
 def _server(args: argparse.Namespace, template: Any, owners: dict[bytes, bytes]) -> Server:
     from ..chat.loading import load
-    from ..chat.session import Options, Session, context_of
+    from ..chat.session import Session
+    from ..sequence import context_of
     from .access import Access
     from .app import Limits, Server
     from .batch import Batch, can_share, guessing_of
@@ -168,7 +169,7 @@ def _server(args: argparse.Namespace, template: Any, owners: dict[bytes, bytes])
     generates = bool(getattr(model, "can_generate", lambda: False)())
     prompts, session, tokens, context = None, None, Tokens(model, tokenizer), args.ctx
     if generates:
-        session = Session(model, tokenizer, Options(), cache=args.cache, draft=loaded.draft)
+        session = Session(model, tokenizer, cache=args.cache, draft=loaded.draft)
     runner: Runner = Single(session)
     guessing = guessing_of(loaded.draft, model, tokenizer)
     if generates and can_share(model) and (loaded.draft is None or guessing is not None):

@@ -16,23 +16,11 @@ from typing import Any, NamedTuple, Protocol, TypeVar
 import torch
 from torch import nn
 
-from ..chat.session import Options
+from ..writing import Finish, Options
 from .errors import ApiError
 
 _LOG = logging.getLogger(__name__)
 T = TypeVar("T")
-
-
-class Finish(NamedTuple):
-    """The end of an answer, and what it took."""
-
-    reason: str  # stop or length
-    prompt_tokens: int
-    kept_tokens: int  # tokens of the prompt, read for an earlier answer
-    new_tokens: int
-    right_guesses: int = 0  # new tokens computed in a step with others before them
-    wrong_guesses: int = 0
-    stop: str = ""  # the string that ended it
 
 
 class Prompt(NamedTuple):
@@ -69,7 +57,7 @@ class Task:
 
 
 class Runner(Protocol):
-    """How answers are computed. All but stop() is called on the engine's thread."""
+    """How answers are computed, on the engine's thread. A step looks which jobs are cancelled."""
 
     def room(self) -> int: ...  # how many more jobs it takes
 
@@ -81,7 +69,6 @@ class Runner(Protocol):
     def take(self, job: Job) -> None: ...
     def step(self) -> None: ...
     def fail(self, error: Exception) -> None: ...
-    def stop(self, job: Job) -> None: ...
 
 
 class Worker:
@@ -171,8 +158,6 @@ class Engine:
             request.is_cancelled = True
             if request in self._waiting:
                 self._waiting.remove(request)
-        if isinstance(request, Job):
-            self.runner.stop(request)
 
     def load(self) -> tuple[int, bool]:
         """(how many requests wait, whether one is being answered)."""

@@ -9,7 +9,8 @@ from typing import Any, TypeVar
 
 import anyio
 
-from .engine import Engine, Finish, Job, Task
+from ..writing import Finish
+from .engine import Engine, Job, Task
 from .errors import ApiError
 from .weights import Scored
 

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from ..chat.marks import CALL, MARKS, THOUGHT, opened_by
-from ..chat.session import end_tokens
+from ..writing import end_tokens
 from .calling import SPACING, Wanted
 from .errors import unsupported, wrong
 

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections import defaultdict
 
-from .engine import Engine, Finish
+from ..writing import Finish
+from .engine import Engine
 
 _HELP = {
     "requests_total": "requests by route and status",

@@ -7,12 +7,12 @@ import threading
 from typing import Any
 
 from ..chat.marks import CALL, MARKS, opened_by
-from ..chat.session import context_of
-from ..chat.stream import hidden_tokens
 from ..chat.template import Template
+from ..sequence import context_of, room_behind
+from ..writing import hidden_tokens
 from .calling import Wanted
 from .engine import Prompt
-from .errors import ApiError, too_long, unsupported, wrong
+from .errors import ApiError, unsupported, wrong
 from .forms import Form, Forms
 from .pictures import content_of, taken_out
 from .schema import Chat, Completion, Generation
@@ -50,9 +50,8 @@ class Prompts:
         reads images, None: nothing does."""
         self._tokenizer, self._template = tokenizer, template
         self.tokens = tokens or Tokens(model, tokenizer)
-        own, self._kind = context_of(model), str(model.config.model_type)
-        self._context = min(context, own) if context and own else context or own
-        self._most = most
+        self._kind, self._most = str(model.config.model_type), most
+        self._context = context_of(model, context)
         self._hidden = hidden_tokens(tokenizer)
         self._forms = forms
         self._sight = Sight(None, "the server reads none") if sight is None else sight
@@ -155,13 +154,11 @@ class Prompts:
         """How many tokens may follow. ApiError 400: none."""
         if not ids:
             raise wrong(name, "no tokens")
-        limits = [limit for limit in (wanted, self._most) if limit is not None]
-        if self._context is not None:
-            if len(ids) >= self._context:
-                said = f"{len(ids)} tokens; the context has {self._context}, the answer's included"
-                raise too_long(name, said)
-            limits.append(self._context - len(ids))
-        return min(limits) if limits else 1 << 30
+        most = min((n for n in (wanted, self._most) if n is not None), default=None)
+        try:
+            return room_behind(name, len(ids), self._context, most)
+        except ValueError as error:
+            raise ApiError(400, str(error), name, "context_length_exceeded") from None
 
     def _ids(self, text: str, name: str, **options: Any) -> list[int]:
         return self.tokens.of(text, name, self._context, **options)

@@ -10,9 +10,9 @@ import torch
 from torch import Tensor
 
 from ...hf.stepwise import Steps, stepwise
+from .choosing import Choosing
 from .engine import Job, Runner, Stopped, stoppable
 from .errors import ApiError, wrong
-from .writing import Writing
 
 _LOG = logging.getLogger(__name__)
 
@@ -31,7 +31,7 @@ class Seeing(Runner):
         self.inner, self._model, self._tokenizer = inner, model, tokenizer
         self._new_cache = new_cache
         self._job: Job | None = None
-        self._answer: tuple[Writing, Steps] | None = None  # the job's answer, once it is begun
+        self._answer: tuple[Choosing, Steps] | None = None  # the job's answer, once it is begun
 
     def room(self) -> int:
         return max(0, self.inner.room() - (self._job is not None))
@@ -47,9 +47,6 @@ class Seeing(Runner):
             self._job = job
         else:
             self.inner.take(job)
-
-    def stop(self, job: Job) -> None:
-        self.inner.stop(job)
 
     def fail(self, error: Exception) -> None:
         self.inner.fail(error)
@@ -80,7 +77,7 @@ class Seeing(Runner):
         """A token more; whether it was the last."""
         if self._answer is None:
             steps = stepwise(self._model, self._new_cache(), **self._inputs(job))
-            writing = Writing(job, self._model, self._tokenizer)
+            writing = Choosing(job, self._model, self._tokenizer)
             self._answer = writing, steps
             logits = self._first(job, steps)
         else:
@@ -88,7 +85,7 @@ class Seeing(Runner):
             logits = steps.send(writing.tokens[-1])
         reason = writing.choose(logits)
         if reason:
-            writing.finish(reason)
+            job.tell(writing.finish(reason))
         return bool(reason)
 
     def _first(self, job: Job, steps: Steps) -> Tensor:

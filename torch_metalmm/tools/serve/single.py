@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import threading
-
 import torch
 
 from ..chat.session import Session
-from .engine import Finish, Job, Runner, Stopped, stoppable
+from .engine import Job, Runner, Stopped, stoppable
 
 
 class Single(Runner):
@@ -16,7 +14,6 @@ class Single(Runner):
     def __init__(self, session: Session | None) -> None:
         """None: the model generates nothing, and no job comes."""
         self._session = session
-        self._lock = threading.Lock()
         self._job: Job | None = None
         self._owner = b""  # owner of the text that the session has kept
 
@@ -32,10 +29,6 @@ class Single(Runner):
     def step(self) -> None:
         job, session = self._job, self._session
         assert job is not None and session is not None
-        with self._lock:  # a stop() from here on is of this job
-            session.resume()
-            if job.is_cancelled:
-                session.stop()
         if job.owner != self._owner:
             session.forget()
             self._owner = job.owner
@@ -44,28 +37,20 @@ class Single(Runner):
             torch.seed()
         else:
             torch.manual_seed(job.seed)
-        pace = session.pace
-        drafted, right = pace.drafted, pace.accepted
+
+        def is_over() -> bool:
+            return job.is_cancelled
+
         try:  # a prompt of a longrope may have a part of thousands of tokens
-            with stoppable(session.model, lambda: job.is_cancelled):
-                answer = session.go_on(job.prompt, job.ids, job.tell)
+            with stoppable(session.model, is_over):
+                finish = session.go_on(job.prompt, job.ids, job.tell, is_over).result
         except Stopped:
-            answer = None
-        with self._lock:
-            self._job = None
-        if answer is None:
-            return
-        counts = len(job.ids), answer.kept_tokens, answer.new_tokens
-        right = pace.accepted - right
-        job.tell(Finish(answer.finish, *counts, right, pace.drafted - drafted - right))
+            finish = None
+        self._job = None
+        if finish is not None:
+            job.tell(finish)
 
     def fail(self, error: Exception) -> None:
-        with self._lock:
-            job, self._job = self._job, None
+        job, self._job = self._job, None
         if job is not None:
             job.tell(error)
-
-    def stop(self, job: Job) -> None:
-        with self._lock:
-            if self._job is job and self._session is not None:
-                self._session.stop()
