@@ -7,7 +7,7 @@ import json
 import os
 import re
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -36,29 +36,28 @@ def loaded(real: Any, monkeypatch: pytest.MonkeyPatch, quiet_transformers: None)
     yield
 
 
-def chat(
-    capsys: pytest.CaptureFixture[str],
-    monkeypatch: pytest.MonkeyPatch,
-    *lines: str,
-    flags: tuple[str, ...] = (),
-) -> tuple[list[str], list[str]]:
+Chat = Callable[..., tuple[list[str], list[str]]]
+
+
+@pytest.fixture
+def chat(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> Chat:
     """(lines of standard output, lines of standard error) of a chat through a pipe."""
-    text = "".join(f"{line}\n" for line in lines)
-    monkeypatch.setattr("sys.stdin", io.TextIOWrapper(io.BytesIO(text.encode()), "utf-8"))
-    assert main(["chat", "-n", "10", *flags]) == 0
-    out, err = capsys.readouterr()
-    return out.splitlines(), err.splitlines()
+
+    def run(*lines: str, flags: tuple[str, ...] = ()) -> tuple[list[str], list[str]]:
+        text = "".join(f"{line}\n" for line in lines)
+        monkeypatch.setattr("sys.stdin", io.TextIOWrapper(io.BytesIO(text.encode()), "utf-8"))
+        assert main(["chat", "-n", "10", *flags]) == 0
+        out, err = capsys.readouterr()
+        return out.splitlines(), err.splitlines()
+
+    return run
 
 
-def test_lines_of_a_pipe(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
+def test_lines_of_a_pipe(chat: Chat, tmp_path: Path) -> None:
     """Messages and commands; the chat that was saved goes on where it was."""
     file = tmp_path / "a chat.json"
     question = "And of Italy?"
     out, err = chat(
-        capsys,
-        monkeypatch,
         "/system Answer in one sentence.",
         "What is the capital of France?",
         f"/save {file}",
@@ -84,9 +83,7 @@ def test_lines_of_a_pipe(
     assert roles == ["system", "user", "assistant"]
 
 
-def test_what_fails_costs_no_chat(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path, real: Any
-) -> None:
+def test_what_fails_costs_no_chat(chat: Chat, tmp_path: Path, real: Any) -> None:
     """A folder of nobody, half a character, no memory in the middle of an answer: a line each."""
     (tmp_path / "half.json").write_text('[{"role": "user", "content": "a\\ud800"}]')
     layer, calls = real[0].model.layers[7], []
@@ -99,8 +96,6 @@ def test_what_fails_costs_no_chat(
     hook = layer.register_forward_pre_hook(full)
     france = "What is the capital of France?"
     out, err = chat(
-        capsys,
-        monkeypatch,
         "/save ~nobody-of-this-name/x",
         f"/load {tmp_path / 'half.json'}",
         "Count to ten.",
@@ -114,26 +109,22 @@ def test_what_fails_costs_no_chat(
     assert [m["content"] for m in saved.load(tmp_path / "chat.json")][0] == france
 
 
-def test_json_and_a_first_message(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
+def test_json_and_a_first_message(chat: Chat, tmp_path: Path) -> None:
     (tmp_path / "q").write_text("What is the capital of France?")
     flags = ("--json", "--system", "Be brief.", "-f", str(tmp_path / "q"))
-    out, err = chat(capsys, monkeypatch, '"""And of', 'Italy?"""', flags=flags)
+    out, err = chat('"""And of', 'Italy?"""', flags=flags)
     answers = [json.loads(line) for line in out]
     assert "Paris" in answers[0]["text"] and len(answers) == 2 and err == []
     kept = answers[0]["prompt_tokens"] + answers[0]["new_tokens"] - 1
     assert answers[1]["kept_tokens"] == kept
 
 
-def test_a_file_is_no_command(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
+def test_a_file_is_no_command(chat: Chat, tmp_path: Path) -> None:
     """Whatever its text begins with; and what is typed is none behind a blank."""
     (tmp_path / "q").write_text("/exit is a word")
     flags = ("-f", str(tmp_path / "q"))
     file = tmp_path / "chat.json"
-    _, err = chat(capsys, monkeypatch, " /reset is another", f"/save {file}", flags=flags)
+    _, err = chat(" /reset is another", f"/save {file}", flags=flags)
     assert err[-1] == f"4 messages in {file}"
     asked = [m["content"] for m in saved.load(file) if m["role"] == "user"]
     assert asked == ["/exit is a word", " /reset is another"]
@@ -147,9 +138,10 @@ def test_what_a_terminal_shows() -> None:
     styled = screen.Styled(Console(file=out, markup=False, highlight=False, width=40), lambda: "")
     for piece in ("<thi", "nk>hm</think>[b]A\x1b[31m\x9b2JB", '<tool_call>{"name": "f", "arg'):
         styled.piece(piece)
-    styled.piece('uments": {"x": "y\\u0007"}}</tool_call>')
+    styled.piece('uments": {"x": "y\\u0007"}}</tool_call><tool_call>{"name": "g", "arg')
+    styled.piece('uments": {}}</tool_call>')
     styled.end()
-    assert out.getvalue() == "hm[b]A\u241b[31m\ufffd2JB→ f(x='y\\x07')\n\n"
+    assert out.getvalue() == "hm[b]A\u241b[31m\ufffd2JB→ f(x='y\\x07')\n→ g()\n\n"
 
 
 @pytest.mark.parametrize(

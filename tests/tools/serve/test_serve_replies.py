@@ -8,12 +8,13 @@ from typing import Any
 import pytest
 
 from torch_metalmm.tools.serve.calling import Calls
-from torch_metalmm.tools.serve.engine import Finish, Prompt
+from torch_metalmm.tools.serve.engine import Prompt
 from torch_metalmm.tools.serve.errors import ApiError, naming
 from torch_metalmm.tools.serve.messages import MessageReply
 from torch_metalmm.tools.serve.ollama import OllamaChat, OllamaReply
-from torch_metalmm.tools.serve.replies import ChatReply
+from torch_metalmm.tools.serve.replies import ChatChoices, Choice
 from torch_metalmm.tools.serve.responses import ResponseReply, Responses
+from torch_metalmm.tools.writing import Finish
 
 NO_CALLS = Calls(None, [], is_forced=False, are_many=True)
 CALLS = Calls([{}], [], is_forced=False, are_many=True)
@@ -27,12 +28,10 @@ def pieces(text: str, size: int) -> list[str]:
 
 def told(text: str, size: int, calls: Calls = CALLS, prompt: str = "") -> tuple[Any, list[Any]]:
     """(the choice of an answer that comes in pieces of this size, its chunks)."""
-    reply = ChatReply(0, str, prompt, calls)
-    chunks = []
-    for piece in pieces(text, size):
-        chunks += list(reply.feed(piece))
-    chunks += list(reply.feed(Finish("stop", 1, 0, 1)))
-    return reply.whole(), chunks
+    reply = ChatChoices("m", [Choice(str, prompt, calls)], 1, False)
+    *events, done = streamed(reply, text, size, Finish("stop", 1, 0, 1))
+    (choice,) = reply.whole()["choices"]
+    return choice, [event["choices"][0] for event in events]
 
 
 def test_thoughts_and_calls_are_apart() -> None:
@@ -116,13 +115,13 @@ def streamed(reply: Any, text: str, size: int, end: Finish) -> list[Any]:
     for piece in pieces(text, size):
         events += reply.feed(0, piece)
     events += [*reply.feed(0, end), *reply.last()]
-    return [json.loads(event.partition("data: ")[2]) for event in events]
+    return [json.loads(event.partition("data: ")[2].replace("[DONE]", "null")) for event in events]
 
 
 @pytest.mark.parametrize("size", (1, 7, 1000))
 def test_blocks_of_messages(size: int) -> None:
     """What a client makes of the events is the whole; nothing is a block of space alone."""
-    reply = MessageReply("m", Prompt("", [1], 1), ChatReply(0, str, "", CALLS), [])
+    reply = MessageReply("m", Prompt("", [1], 1), Choice(str, "", CALLS), [])
     events = streamed(reply, THOUGHT_AND_CALLS, size, Finish("stop", 9, 4, 5))
     blocks, texts = list[Any](), list[str]()
     for event in events:
@@ -154,7 +153,7 @@ def test_blocks_of_messages(size: int) -> None:
 
 @pytest.mark.parametrize("size", (1, 7, 1000))
 def test_items_of_responses(size: int) -> None:
-    reply = ResponseReply("m", Responses(input="a"), ChatReply(0, str, "", CALLS))
+    reply = ResponseReply("m", Responses(input="a"), Choice(str, "", CALLS))
     events = streamed(reply, THOUGHT_AND_CALLS, size, Finish("stop", 9, 4, 5))
     done = [e["item"] for e in events if e["type"] == "response.output_item.done"]
     assert done == events[-1]["response"]["output"] == reply.whole()["output"]
@@ -172,7 +171,7 @@ def test_items_of_responses(size: int) -> None:
 @pytest.mark.parametrize(("stop", "told"), (("ab", "stop_sequence"), ("</tool_call>", "end_turn")))
 def test_strings_that_end_a_message(stop: str, told: str) -> None:
     """One that the client did not give is not named."""
-    reply = MessageReply("m", Prompt("", [1], 1), ChatReply(0, str, "", ONE_CALL), ["ab"])
+    reply = MessageReply("m", Prompt("", [1], 1), Choice(str, "", ONE_CALL), ["ab"])
     streamed(reply, "Hi", 1, Finish("stop", 1, 0, 1, stop=stop))
     assert reply.whole()["stop_reason"] == told
 
@@ -181,7 +180,7 @@ def test_strings_that_end_a_message(stop: str, told: str) -> None:
 def test_errors_in_streams(kind: Any) -> None:
     first: Any = Prompt("", [1], 1) if kind is MessageReply else Responses(input="a")
     rest: Any = ([],) if kind is MessageReply else ()
-    reply = kind("m", first, ChatReply(0, str, "", NO_CALLS), *rest)
+    reply = kind("m", first, Choice(str, "", NO_CALLS), *rest)
     event, _, data = reply.failed(ApiError(500, "the model failed")).partition("data: ")
     told = json.loads(data)
     error = told["error"] if kind is MessageReply else told["response"]["error"]
@@ -193,7 +192,7 @@ def test_ollama_tells_thoughts_and_calls() -> None:
     text = '<think>Hm.</think>I\u2028ask.\n<tool_call>{"name": "go", "arguments": '
     text += '{"city": "Oslo"}}</tool_call>'
     for size in (1, 7, len(text)):
-        reply = OllamaReply("m", ChatReply(0, str, "", CALLS), OllamaChat().told)
+        reply = OllamaReply("m", Choice(str, "", CALLS), OllamaChat().told)
         lines = [*reply.first()]
         for piece in pieces(text, size):
             lines += reply.feed(0, piece)

@@ -71,13 +71,12 @@ def opened_by(prompt: str, marks: Iterable[Mark] = MARKS) -> Mark | None:
 
 
 class Splitter:
-    """An answer as (kind, text), without the marks, whichever pieces it comes in."""
+    """An answer as (kind, text), without the marks, whichever pieces it comes in; calls whole."""
 
-    def __init__(self, prompt: str = "", marks: Sequence[Mark] = MARKS) -> None:
+    def __init__(self, prompt: str = "", marks: Sequence[Mark] = MARKS, kind: str = TEXT) -> None:
         """prompt: may end with the mark that opens the answer. marks: those that are looked for;
-        others stay in the text."""
-        self._open, self._marks = opened_by(prompt, marks), marks
-        self.count = 0  # marks that opened a part
+        others stay in the text. kind: of what no mark opens."""
+        self._open, self._marks, self._kind = opened_by(prompt, marks), marks, kind
         self._rest = ""
         self._read = 0  # characters before the rest
         self.first_call: int | None = None  # where the mark of the first call begins
@@ -85,20 +84,20 @@ class Splitter:
     def feed(self, piece: str) -> Iterator[tuple[str, str]]:
         self._rest += piece
         while self._rest:
-            kind = self._open.kind if self._open else TEXT
+            kind = self._open.kind if self._open else self._kind
             place, mark = self._next()
             if mark is None:
-                yield from self._take(kind, place, 0)
+                if kind != CALL:
+                    yield from self._take(kind, place, 0)
                 return
             if self._open is None and mark.kind == CALL and self.first_call is None:
                 self.first_call = self._read + place
             yield from self._take(kind, place, len(mark.closes or "" if self._open else mark.opens))
             self._open = None if self._open else mark
-            self.count += self._open is not None
 
     def end(self) -> Iterator[tuple[str, str]]:
         """The text that was held back for a mark that did not come."""
-        kind = self._open.kind if self._open else TEXT
+        kind = self._open.kind if self._open else self._kind
         yield from self._take(kind, len(self._rest), 0)
 
     def _next(self) -> tuple[int, Mark | None]:

@@ -98,7 +98,6 @@ class Styled(Writer):
     def __init__(self, console: Any, prompt: Callable[[], str]) -> None:
         self._console, self._prompt = console, prompt
         self._splitter: Splitter | None = None
-        self._call = ""
 
     def piece(self, text: str) -> None:
         if self._splitter is None:
@@ -110,26 +109,16 @@ class Styled(Writer):
         if self._splitter is not None:
             for kind, part in self._splitter.end():
                 self._show(kind, part)
-        self._end_call()
         self._console.print()
 
     def _show(self, kind: str, text: str) -> None:
-        if kind == CALL:
-            self._call += text
+        if kind != CALL:
+            style = {TEXT: None, THOUGHT: _DIM}[kind]
+            self._console.print(harmless(text), style=style, end="", soft_wrap=True)
             return
-        self._end_call()
-        style = {TEXT: None, THOUGHT: _DIM}[kind]
-        self._console.print(harmless(text), style=style, end="", soft_wrap=True)
-
-    def _end_call(self) -> None:
-        """Print the call that is complete."""
-        if not self._call:
-            return
-        calls = calls_of(self._call)
-        lines = [self._call.strip()] if calls is None else [shown(call) for call in calls]
-        for line in lines:
+        calls = calls_of(text)
+        for line in [text.strip()] if calls is None else map(shown, calls):
             self._console.print(harmless(f"→ {line}"), style=_CALL, soft_wrap=True)
-        self._call = ""
 
 
 def shown(call: dict[str, Any]) -> str:

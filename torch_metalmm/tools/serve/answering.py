@@ -12,8 +12,9 @@ from typing import Any, TypeVar
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import JSONResponse, Response, StreamingResponse
 
+from ..writing import Finish
 from .calling import Wanted
-from .engine import Engine, Finish, Job, Prompt
+from .engine import Engine, Job, Prompt
 from .errors import ApiError, unsupported, wrong
 from .feed import Feed
 from .metrics import Metrics

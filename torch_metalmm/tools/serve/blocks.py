@@ -7,9 +7,9 @@ from collections.abc import Iterator
 from typing import Any
 
 from ..chat.marks import TEXT, THOUGHT
-from .engine import Finish
+from ..writing import Finish
 from .errors import unsupported, wrong
-from .replies import EVENTS, ChatReply, Object
+from .replies import EVENTS, Choice, Object
 from .schema import warn_once
 from .weights import Scored
 
@@ -23,18 +23,17 @@ class BlockReply:
 
     media_type = EVENTS
 
-    def __init__(self, choice: ChatReply) -> None:
+    def __init__(self, choice: Choice) -> None:
         self._choice = choice
         self.blocks: list[Object] = []
         self._open: str | None = None  # the kind of the last block, if it still grows
         self._space = ("", "")  # a kind, and space that begins no block by itself
 
     def feed(self, _: int, came: str | Scored | Finish) -> Iterator[str]:
-        for chunk in self._choice.feed(came):
-            delta = chunk["delta"]
-            yield from self._grown(THOUGHT, delta.get("reasoning_content", ""))
-            yield from self._grown(TEXT, delta.get("content", ""))
-            for call in delta.get("tool_calls", ()):
+        for piece in self._choice.feed(came):
+            yield from self._grown(THOUGHT, piece.thought)
+            yield from self._grown(TEXT, piece.text)
+            for call in piece.calls:
                 yield from self.closed()
                 yield from self.called(call)
 

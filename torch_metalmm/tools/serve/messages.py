@@ -11,7 +11,7 @@ from ..chat.marks import TEXT, THOUGHT
 from .blocks import BlockReply, functions_of, new_id, objects, text_of
 from .engine import Prompt
 from .errors import ApiError, unsupported, wrong
-from .replies import ChatReply, Object, Reply, event
+from .replies import Choice, Object, Reply, event
 from .schema import Asked, Chat
 
 _KINDS = {
@@ -57,15 +57,8 @@ class Messages(Asked):
             raise wrong("output_config", "effort must be a text")
         if config.keys() - {"format", "effort"} or not isinstance(format or {}, dict):
             raise unsupported("output_config", "must have an effort, or a format, an object")
-        return Chat(
-            model=self.model,
+        return self.as_chat(
             messages=self._messages(),
-            max_tokens=self.max_tokens,
-            stop=self.stop_sequences,
-            stream=self.stream,
-            temperature=self.temperature,
-            top_p=self.top_p,
-            top_k=self.top_k,
             tools=functions_of(self.tools, "input_schema"),
             tool_choice=named if kind == "tool" else _CHOICES.get(str(kind), kind),
             parallel_tool_calls=choice.get("disable_parallel_tool_use") is not True,
@@ -74,9 +67,7 @@ class Messages(Asked):
             chat_template_kwargs=None if thinks is None else {"enable_thinking": thinks},
         )
 
-    def reply(
-        self, model: str, given: Chat, prompts: list[Prompt], choices: list[ChatReply]
-    ) -> Reply:
+    def reply(self, model: str, given: Chat, prompts: list[Prompt], choices: list[Choice]) -> Reply:
         return MessageReply(model, prompts[0], choices[0], given.stops())
 
     def _messages(self) -> list[Object]:
@@ -124,7 +115,7 @@ def refusal(error: ApiError) -> Object:
 class MessageReply(BlockReply):
     """A Reply in Anthropic's shape."""
 
-    def __init__(self, model: str, prompt: Prompt, choice: ChatReply, stops: list[str]) -> None:
+    def __init__(self, model: str, prompt: Prompt, choice: Choice, stops: list[str]) -> None:
         """stops: the client's, of the strings that end an answer."""
         super().__init__(choice)
         self._model, self._count, self._id = model, len(prompt.ids), new_id("msg")
@@ -182,7 +173,7 @@ class MessageReply(BlockReply):
         return {**head, "content": [], **end}
 
     def _reason(self) -> tuple[str, str | None]:
-        reason, stop = self._choice.reason(), self._choice.finish.stop
+        reason, stop = str(self._choice.whole.reason), self._choice.finish.stop
         if reason == "stop" and stop in self._stops:
             return "stop_sequence", stop
         return _REASONS[reason], None

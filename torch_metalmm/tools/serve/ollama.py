@@ -9,10 +9,11 @@ from dataclasses import dataclass
 from datetime import datetime, timezone
 from typing import Any, ClassVar, TypeVar
 
+from ..writing import Finish
 from .blocks import objects
-from .engine import Finish, Prompt
+from .engine import Prompt
 from .errors import ApiError, unsupported, wrong
-from .replies import CompletionReply, Object, Reply
+from .replies import Choice, Object, Piece, Reply, scores_of
 from .schema import Asked, Chat, Completion, Request, validated, warn_once
 from .weights import Scored
 
@@ -54,14 +55,14 @@ class _Ollama(Asked):
     logprobs: bool | None = None
     top_logprobs: int | None = None
 
-    def told(self, content: str, thinking: str, calls: list[Object]) -> Object:
-        """The fields of an answer."""
+    def told(self, piece: Piece) -> Object:
+        """The fields of an answer, or of a part of one."""
         raise NotImplementedError
 
     def loaded(self, model: str) -> Object | None:
         if any(getattr(self, name) not in (None, empty) for name, empty in self.texts.items()):
             return None
-        return {**_head(model), **self.told("", "", []), "done": True, "done_reason": "load"}
+        return {**_head(model), **self.told(Piece()), "done": True, "done_reason": "load"}
 
     def reply(self, model: str, given: Any, prompts: list[Prompt], choices: list[Any]) -> Reply:
         return OllamaReply(model, choices[0], self.told)
@@ -118,12 +119,12 @@ class OllamaChat(_Ollama):
     def made(self) -> Chat:
         return self._chat(objects(self.messages, "messages"), self.tools)
 
-    def told(self, content: str, thinking: str, calls: list[Object]) -> Object:
-        message: Object = {"role": "assistant", "content": content}
-        if thinking:
-            message["thinking"] = thinking
-        if calls:
-            functions = [call["function"] for call in calls]
+    def told(self, piece: Piece) -> Object:
+        message: Object = {"role": "assistant", "content": piece.content}
+        if piece.thought:
+            message["thinking"] = piece.thought
+        if piece.calls:
+            functions = [call["function"] for call in piece.calls]
             message["tool_calls"] = [
                 {"function": {"name": f["name"], "arguments": json.loads(f["arguments"])}}
                 for f in functions
@@ -159,8 +160,9 @@ class OllamaGenerate(_Ollama):
         user = {"role": "user", "content": self.prompt, "images": self.images}
         return self._chat([*said, user])
 
-    def told(self, content: str, thinking: str, calls: list[Object]) -> Object:
-        return {"response": content, **({"thinking": thinking} if thinking else {})}
+    def told(self, piece: Piece) -> Object:
+        thinking = {"thinking": piece.thought} if piece.thought else {}
+        return {"response": piece.content, **thinking}
 
 
 @dataclass(kw_only=True)
@@ -231,8 +233,8 @@ class OllamaReply:
 
     media_type = "application/x-ndjson"
 
-    def __init__(self, model: str, choice: CompletionReply, told: Callable[..., Object]) -> None:
-        """told: the fields of a text, a thought and calls."""
+    def __init__(self, model: str, choice: Choice, told: Callable[[Piece], Object]) -> None:
+        """told: the fields of a piece."""
         self._model, self._choice, self._told = model, choice, told
         self._begun, self._first = time.monotonic_ns(), 0
 
@@ -241,22 +243,23 @@ class OllamaReply:
 
     def feed(self, _: int, came: str | Scored | Finish) -> Iterator[str]:
         self._first = self._first or time.monotonic_ns()
-        for chunk in self._choice.feed(came):
-            parts, scores = _said(chunk, "delta"), _scores(chunk)
-            if any(parts) or scores:
-                told = {**_head(self._model), **self._told(*parts), "done": False}
-                yield _line(told | scores)
+        for piece in self._choice.feed(came):
+            if any(piece[:4]):
+                yield _line(self._object(piece) | {"done": False})
 
     def last(self) -> Iterator[str]:
-        yield _line({**_head(self._model), **self._told("", "", []), **self._end()})
+        yield _line(self._object(Piece()) | self._end())
 
     def failed(self, error: ApiError) -> str:
         return _line(refusal(error))
 
     def whole(self) -> Object:
-        choice = self._choice.whole()
-        told = self._told(*_said(choice, "message"))
-        return {**_head(self._model), **told, **self._end(), **_scores(choice)}
+        return self._object(self._choice.whole) | self._end()
+
+    def _object(self, piece: Piece) -> Object:
+        scores = scores_of(piece.scored, self._choice.spell)
+        told = {**_head(self._model), **self._told(piece)}
+        return told | ({"logprobs": scores} if scores else {})
 
     def _end(self) -> Object:
         """Times in nanoseconds; that of loading is of no request."""
@@ -272,18 +275,6 @@ class OllamaReply:
             "eval_count": finish.new_tokens,
             "eval_duration": now - first,
         }
-
-
-def _said(choice: Object, field: str) -> tuple[str, str, list[Object]]:
-    """The text, the thought and the calls of a chat's choice, in this field, or of another's."""
-    told = choice.get(field, {"content": choice.get("text")})
-    return told.get("content") or "", told.get("reasoning_content", ""), told.get("tool_calls", [])
-
-
-def _scores(choice: Object) -> Object:
-    """The logarithms of probabilities, which a chat's choice has in the same words."""
-    scored = choice.get("logprobs")
-    return {"logprobs": scored["content"]} if scored else {}
 
 
 def _line(value: Object) -> str:

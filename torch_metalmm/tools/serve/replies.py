@@ -1,17 +1,16 @@
-"""Answers in the shape of OpenAI's API, whole and in pieces."""
+"""Answers in pieces, and in the shape of OpenAI's API."""
 
 from __future__ import annotations
 
 import json
 import time
 import uuid
-from collections.abc import Callable, Iterable, Iterator
-from itertools import chain
-from typing import Any, Protocol
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple, Protocol
 
 from ..chat.marks import CALL, MARKS, TEXT, THOUGHT, Splitter, calls_of, opened_by
+from ..writing import Finish
 from .calling import Calls
-from .engine import Finish
 from .errors import ApiError
 from .weights import Scored
 
@@ -40,47 +39,157 @@ def event(value: Object, kind: str | None = None) -> str:
     return f"{head}data: {json.dumps(value, ensure_ascii=False)}\n\n"
 
 
-class Choices:
-    """A Reply in OpenAI's shape, of one choice or several."""
+class Piece(NamedTuple):
+    """A part of an answer, or all of it. reason: how it ended, in the last part."""
 
-    media_type = EVENTS
+    text: str = ""
+    thought: str = ""
+    calls: list[Object] = []
+    scored: list[Scored] = []
+    reason: str | None = None
+
+    def __add__(self, more: Piece) -> Piece:  # type: ignore[override]
+        both = self.text + more.text, self.thought + more.thought, self.calls + more.calls
+        return Piece(*both, self.scored + more.scored, more.reason)
+
+    @property
+    def content(self) -> str:
+        """The text, without the space around calls."""
+        return self.text.strip() if self.calls else self.text
+
+
+class Choice:
+    """An answer in pieces: thoughts and calls of functions apart from the text. whole: all of them.
+
+    prompt: as Splitter's. Where no call may come, what looks like one is text; calls None: so is
+    what looks like a thought. before: what the text begins with, before the answer.
+    """
 
     def __init__(
-        self, model: str, choices: list[CompletionReply], per_prompt: int, tells_usage: bool
+        self, spell: Spell, prompt: str = "", calls: Calls | None = None, before: str = ""
+    ) -> None:
+        self.spell, self.before = spell, before
+        self.finish, self.whole = Finish("length", 0, 0, 0), Piece()
+        self._may = calls or Calls(None, [], is_forced=False, are_many=False)
+        if self._may.is_forced:  # a mark in the call's arguments is none
+            marks = [m for m in [opened_by(prompt)] if m is not None and m.kind == THOUGHT]
+        else:
+            marks = [m for m in MARKS if calls and (calls.tools or m.kind != CALL)]
+        self._splitter = Splitter(prompt, marks, CALL if self._may.is_forced else TEXT)
+        self._scored: list[Scored] = []  # scores of the pieces that are still to come
+
+    def feed(self, came: str | Scored | Finish) -> Iterator[Piece]:
+        """The pieces that the next part of an answer completes."""
+        if isinstance(came, Scored):
+            if self.spell(came.token):
+                self._scored.append(came)
+        elif isinstance(came, Finish):
+            self.finish = came
+            yield from self._parts(self._splitter.end())
+            has_called = self.whole.calls and came.reason == "stop"
+            yield self._piece(reason="tool_calls" if has_called else came.reason)
+        else:
+            yield from self._parts(self._splitter.feed(came))
+
+    def _piece(self, **fields: Any) -> Piece:
+        """With the scores of the tokens since the last one."""
+        piece, self._scored = Piece(scored=self._scored, **fields), []
+        self.whole += piece
+        return piece
+
+    def _parts(self, parts: Iterator[tuple[str, str]]) -> Iterator[Piece]:
+        for kind, text in parts:
+            if kind == CALL:
+                yield from self._called(text)
+            else:
+                yield self._piece(**{"thought" if kind == THOUGHT else "text": text})
+
+    def _called(self, text: str) -> Iterator[Piece]:
+        """The calls that the text is. What is none stays text."""
+        found = calls_of(text)
+        if found is None or not _is_writable(found):
+            yield self._piece(text=text)
+            return
+        for call in found:
+            if self.whole.calls and not self._may.are_many:
+                return
+            arguments = json.dumps(call["arguments"], ensure_ascii=False)
+            id = uuid.uuid4().hex[:9]  # 9 letters or digits, as Mistral's templates demand
+            function = {"name": call["name"], "arguments": arguments}
+            yield self._piece(calls=[{"id": id, "type": "function", "function": function}])
+
+
+class Choices:
+    """A Reply in the shape of OpenAI's completions, of one choice or several."""
+
+    media_type = EVENTS
+    kind, chunk_kind, prefix = "text_completion", "text_completion", "cmpl-"
+
+    def __init__(
+        self, model: str, choices: list[Choice], per_prompt: int, tells_usage: bool
     ) -> None:
         """choices: per_prompt of each prompt, one prompt's after the other's."""
-        kind = choices[0]
-        self._kind, self._chunk_kind = kind.kind, kind.chunk_kind
         self._head = {
-            "id": kind.prefix + uuid.uuid4().hex,
+            "id": self.prefix + uuid.uuid4().hex,
             "created": int(time.time()),
             "model": model,
         }
         self._choices, self._per_prompt, self._tells_usage = choices, per_prompt, tells_usage
+        self._offsets = [0] * len(choices)  # place of the next scored token in each text
 
     def first(self) -> Iterator[str]:
-        yield from self._events(chain(*(choice.first() for choice in self._choices)))
+        for i, choice in enumerate(self._choices):
+            if choice.before:
+                yield self._event(self._choice(i, {"text": choice.before}, Piece()))
 
     def feed(self, index: int, came: str | Scored | Finish) -> Iterator[str]:
-        yield from self._events(self._choices[index].feed(came))
+        for piece in self._choices[index].feed(came):
+            yield self._event(self._choice(index, self._chunk(index, piece), piece))
 
     def last(self) -> Iterator[str]:
         if self._tells_usage:
             usage = {"choices": [], "usage": self._usage()}
-            yield event({**self._head, "object": self._chunk_kind, **usage})
+            yield event({**self._head, "object": self.chunk_kind, **usage})
         yield "data: [DONE]\n\n"
 
     def failed(self, error: ApiError) -> str:
         return event(error.body())
 
     def whole(self) -> Object:
-        choices = [choice.whole() for choice in self._choices]
-        rest = {"choices": choices, "usage": self._usage()}
-        return {**self._head, "object": self._kind, **rest}
+        self._offsets = [0] * len(self._choices)
+        found = [
+            self._choice(i, self._all(choice), choice.whole)
+            for i, choice in enumerate(self._choices)
+        ]
+        return {**self._head, "object": self.kind, "choices": found, "usage": self._usage()}
 
-    def _events(self, choices: Iterable[Object]) -> Iterator[str]:
-        for choice in choices:
-            yield event({**self._head, "object": self._chunk_kind, "choices": [choice]})
+    def _chunk(self, index: int, piece: Piece) -> Object:
+        """The fields of a choice's piece."""
+        return {"text": piece.text}
+
+    def _all(self, choice: Choice) -> Object:
+        """The fields of the whole choice."""
+        return {"text": choice.before + choice.whole.text}
+
+    def _scores(self, index: int, scored: list[Scored]) -> Object:
+        spell, offset = self._choices[index].spell, self._offsets[index]
+        found: Object = {"tokens": [], "token_logprobs": [], "top_logprobs": [], "text_offset": []}
+        for one in scored:
+            text = spell(one.token)
+            # The likelier one of two tokens that read alike is kept.
+            tops = {spell(token): share for token, share in reversed(one.top)}
+            for name, value in zip(found, (text, one.share, tops, offset), strict=True):
+                found[name].append(value)
+            offset += len(text)
+        self._offsets[index] = offset
+        return found
+
+    def _choice(self, index: int, told: Object, piece: Piece) -> Object:
+        scores = self._scores(index, piece.scored) if piece.scored else None
+        return {"index": index, **told, "logprobs": scores, "finish_reason": piece.reason}
+
+    def _event(self, choice: Object) -> str:
+        return event({**self._head, "object": self.chunk_kind, "choices": [choice]})
 
     def _usage(self) -> Object:
         """A prompt of several choices is counted once."""
@@ -99,170 +208,48 @@ class Choices:
         }
 
 
-class CompletionReply:
-    """A choice of /v1/completions."""
-
-    kind, chunk_kind, prefix = "text_completion", "text_completion", "cmpl-"
-
-    def __init__(self, index: int, spell: Spell, before: str = "") -> None:
-        """before: what the text begins with, before the answer."""
-        self.finish = Finish("length", 0, 0, 0)
-        self._index, self._spell, self._before = index, spell, before
-        self._text = ""
-        self._scored: list[Scored] = []  # scores of the pieces that are still to come
-        self._all: list[Scored] = []
-        self._offset = 0  # place of the next scored token in the text
-
-    def first(self) -> Iterator[Object]:
-        """The first objects of a stream."""
-        if self._before:
-            yield self._choice({"text": self._before, "logprobs": None})
-
-    def feed(self, came: str | Scored | Finish) -> Iterator[Object]:
-        """The chunks of a piece of the answer, which is kept for whole()."""
-        if isinstance(came, Scored):
-            if self._spell(came.token):
-                self._scored.append(came)
-                self._all.append(came)
-        elif isinstance(came, Finish):
-            self.finish = came
-            yield from self._end()
-        else:
-            yield from self._piece(came)
-
-    def whole(self) -> Object:
-        self._offset = 0
-        text = self._before + self._text
-        return self._choice({"text": text, "logprobs": self._told(self._all)}, self.finish.reason)
-
-    def _piece(self, piece: str) -> Iterator[Object]:
-        self._text += piece
-        yield self._chunk({"text": piece})
-
-    def _end(self) -> Iterator[Object]:
-        yield self._chunk({"text": ""}, self.finish.reason)
-
-    def _chunk(self, part: Object, reason: str | None = None) -> Object:
-        """With the scores of the tokens since the last one."""
-        scored, self._scored = self._scored, []
-        return self._choice({**part, "logprobs": self._told(scored)}, reason)
-
-    def _choice(self, part: Object, reason: str | None = None) -> Object:
-        return {"index": self._index, **part, "finish_reason": reason}
-
-    def _told(self, scored: list[Scored]) -> Object | None:
-        if not scored:
-            return None
-        found: Object = {"tokens": [], "token_logprobs": [], "top_logprobs": [], "text_offset": []}
-        for one in scored:
-            text = self._spell(one.token)
-            # The likelier one of two tokens that read alike is kept.
-            tops = {self._spell(token): share for token, share in reversed(one.top)}
-            for name, value in zip(found, (text, one.share, tops, self._offset), strict=True):
-                found[name].append(value)
-            self._offset += len(text)
-        return found
-
-
-class ChatReply(CompletionReply):
-    """A choice of /v1/chat/completions: thoughts and calls of functions apart from the text."""
+class ChatChoices(Choices):
+    """A Reply in the shape of OpenAI's chats."""
 
     kind, chunk_kind, prefix = "chat.completion", "chat.completion.chunk", "chatcmpl-"
 
-    def __init__(self, index: int, spell: Spell, prompt: str, calls: Calls) -> None:
-        """prompt: as Splitter's. Where no call may come, what looks like one is text."""
-        super().__init__(index, spell)
-        if calls.is_forced:  # a mark in the call's arguments is none
-            marks = [m for m in [opened_by(prompt)] if m is not None and m.kind == THOUGHT]
-        else:
-            marks = [m for m in MARKS if calls.tools or m.kind != CALL]
-        self._splitter = Splitter(prompt, marks)
-        self._may = calls
-        self._part = 0  # number of the part, of those that marks opened
-        self.thought = ""
-        self._call = ""  # the text of the calls so far
-        self.calls: list[Object] = []
+    def first(self) -> Iterator[str]:
+        for i in range(len(self._choices)):
+            opening = {"delta": {"role": "assistant", "content": ""}}
+            yield self._event(self._choice(i, opening, Piece()))
 
-    def first(self) -> Iterator[Object]:
-        yield self._choice({"delta": {"role": "assistant", "content": ""}, "logprobs": None})
+    def _chunk(self, index: int, piece: Piece) -> Object:
+        before = len(self._choices[index].whole.calls) - len(piece.calls)
+        calls = [{"index": before + i, **call} for i, call in enumerate(piece.calls)]
+        told = {"reasoning_content": piece.thought, "content": piece.text, "tool_calls": calls}
+        return {"delta": {name: value for name, value in told.items() if value}}
 
-    def whole(self) -> Object:
-        message: Object = {"role": "assistant", "content": self._text, "refusal": None}
-        if self.thought:
-            message["reasoning_content"] = self.thought
-        if self.calls:
-            message["content"] = self._text.strip() or None
-            message["tool_calls"] = self.calls
-        return self._choice({"message": message, "logprobs": self._told(self._all)}, self.reason())
+    def _all(self, choice: Choice) -> Object:
+        whole = choice.whole
+        message: Object = {"role": "assistant", "content": whole.content, "refusal": None}
+        if whole.thought:
+            message["reasoning_content"] = whole.thought
+        if whole.calls:
+            message |= {"content": whole.content or None, "tool_calls": whole.calls}
+        return {"message": message}
 
-    def reason(self) -> str:
-        reason = self.finish.reason
-        return "tool_calls" if self.calls and reason == "stop" else reason
+    def _scores(self, index: int, scored: list[Scored]) -> Object:
+        return {"content": scores_of(scored, self._choices[index].spell), "refusal": None}
 
-    def _piece(self, piece: str) -> Iterator[Object]:
-        yield from self._parts(self._splitter.feed(piece))
 
-    def _end(self) -> Iterator[Object]:
-        yield from self._parts(self._splitter.end())
-        yield from self._called()
-        yield self._chunk({"delta": {}}, self.reason())
+def scores_of(scored: list[Scored], spell: Spell) -> list[Object]:
+    """In the words of OpenAI's chats."""
 
-    def _parts(self, parts: Iterator[tuple[str, str]]) -> Iterator[Object]:
-        for kind, text in parts:
-            if self._splitter.count != self._part:
-                yield from self._called()
-                self._part = self._splitter.count
-            if kind == CALL or (kind == TEXT and self._may.is_forced):
-                self._call += text
-                continue
-            yield from self._called()
-            if kind == THOUGHT:
-                self.thought += text
-                yield self._chunk({"delta": {"reasoning_content": text}})
-            else:
-                self._text += text
-                yield self._chunk({"delta": {"content": text}})
+    def told(token: int, share: float) -> Object:
+        text = spell(token)
+        # A part of a character has bytes that no text tells.
+        of_text = None if "\N{REPLACEMENT CHARACTER}" in text else [*text.encode()]
+        return {"token": text, "logprob": share, "bytes": of_text}
 
-    def _called(self) -> Iterator[Object]:
-        """The calls that are complete. What is none stays text."""
-        text, self._call = self._call, ""
-        if not text:
-            return
-        found = calls_of(text)
-        if found is not None and not _is_writable(found):
-            found = None
-        if found is None:
-            self._text += text
-            yield self._chunk({"delta": {"content": text}})
-        for call in found or []:
-            if self.calls and not self._may.are_many:
-                return
-            made = {
-                "id": uuid.uuid4().hex[:9],  # 9 letters or digits, as Mistral's templates demand
-                "type": "function",
-                "function": {
-                    "name": call["name"],
-                    "arguments": json.dumps(call["arguments"], ensure_ascii=False),
-                },
-            }
-            yield self._chunk({"delta": {"tool_calls": [{"index": len(self.calls), **made}]}})
-            self.calls.append(made)
-
-    def _told(self, scored: list[Scored]) -> Object | None:
-        if not scored:
-            return None
-
-        def told(token: int, share: float) -> Object:
-            text = self._spell(token)
-            # A part of a character has bytes that no text tells.
-            of_text = None if "\N{REPLACEMENT CHARACTER}" in text else [*text.encode()]
-            return {"token": text, "logprob": share, "bytes": of_text}
-
-        content = [
-            told(one.token, one.share) | {"top_logprobs": [told(*pair) for pair in one.top]}
-            for one in scored
-        ]
-        return {"content": content, "refusal": None}
+    return [
+        told(one.token, one.share) | {"top_logprobs": [told(*pair) for pair in one.top]}
+        for one in scored
+    ]
 
 
 def _is_writable(value: Any) -> bool:

@@ -12,7 +12,7 @@ from .blocks import BlockReply, functions_of, new_id, objects, text_of
 from .engine import Prompt
 from .errors import ApiError, unsupported, wrong
 from .pictures import content_of
-from .replies import ChatReply, Object, Reply, event
+from .replies import Choice, Object, Reply, event
 from .schema import Asked, Chat, StreamOptions
 
 _TEXTS = ("input_text", "output_text", "text")
@@ -54,23 +54,15 @@ class Responses(Asked):
         if not (effort is None or isinstance(effort, str)):
             raise wrong("reasoning", "effort must be a text")
         is_schema = format is not None and format.get("type") == "json_schema"
-        return Chat(
-            model=self.model,
+        return self.as_chat(
             messages=self._messages(),
-            max_tokens=self.max_output_tokens,
-            stream=self.stream,
-            temperature=self.temperature,
-            top_p=self.top_p,
             tools=functions_of(self.tools, "parameters"),
             tool_choice=choice,
-            parallel_tool_calls=self.parallel_tool_calls,
             response_format={"type": "json_schema", "json_schema": format} if is_schema else format,
             reasoning_effort=effort,
         )
 
-    def reply(
-        self, model: str, given: Chat, prompts: list[Prompt], choices: list[ChatReply]
-    ) -> Reply:
+    def reply(self, model: str, given: Chat, prompts: list[Prompt], choices: list[Choice]) -> Reply:
         return ResponseReply(model, self, choices[0])
 
     def _messages(self) -> list[Object]:
@@ -116,7 +108,7 @@ def _add(messages: list[Object], item: Object) -> None:
 class ResponseReply(BlockReply):
     """A Reply in the shape of OpenAI's responses. Each block is an item of the output."""
 
-    def __init__(self, model: str, asked: Responses, choice: ChatReply) -> None:
+    def __init__(self, model: str, asked: Responses, choice: Choice) -> None:
         super().__init__(choice)
         self._number = -1  # number of the last event
         self._head = {
@@ -161,7 +153,7 @@ class ResponseReply(BlockReply):
             "output_tokens": finish.new_tokens,
             "total_tokens": finish.prompt_tokens + finish.new_tokens,
         }
-        if not self._choice.thought:  # else nobody counted
+        if not self._choice.whole.thought:  # else nobody counted
             usage["output_tokens_details"] = {"reasoning_tokens": 0}
         if finish.reason == "length":
             why = {"reason": "max_output_tokens"}

@@ -12,11 +12,11 @@ from functools import cache, cached_property
 from typing import Any, ClassVar, Literal, TypeVar, cast
 
 from ..chat.marks import CALL, MARKS
-from ..chat.session import Options
+from ..writing import Options
 from .calling import Calls, Wanted, calls_of, schema_text
 from .engine import Prompt
 from .errors import ApiError, unsupported, wrong
-from .replies import ChatReply, Choices, CompletionReply, Object, Reply, Spell
+from .replies import ChatChoices, Choice, Choices, Object, Reply, Spell
 
 _LOG = logging.getLogger(__name__)
 # Fields that cannot change an answer: hints for a service's accounts, caches and machines, and what
@@ -27,7 +27,22 @@ _HINTS = """user metadata store service_tier safety_identifier prompt_cache_key 
 IGNORED = frozenset(_HINTS.split())
 _MOST_STOPS = 16
 _NO_LIMIT = 1 << 30  # tokens; clients write -1, as llama.cpp's
-_MOST_SCORED = 20  # tokens beside each of an answer: OpenAI's
+# The least and the most of a number. logprobs of a chat is True or False.
+_RANGES: dict[str, tuple[float, float | None]] = {
+    "temperature": (0, 2),
+    "top_p": (0, 1),
+    "min_p": (0, 1),
+    "top_k": (1, None),
+    "max_tokens": (1, None),
+    "max_completion_tokens": (1, None),
+    "seed": (-(1 << 63), (1 << 63) - 1),
+    "repetition_penalty": (0.01, 100),  # logits times or by more may become infinite
+    "frequency_penalty": (-2, 2),
+    "presence_penalty": (-2, 2),
+    "n": (1, None),
+    "logprobs": (0, 20),
+    "top_logprobs": (0, 20),
+}
 _EFFORTS = ("none", "minimal", "low", "medium", "high", "xhigh", "max")
 _TEXTS: tuple[Literal["regex", "grammar"], ...] = ("regex", "grammar")
 _Given = TypeVar("_Given")
@@ -59,7 +74,12 @@ class Asked(Request):
         """The request in OpenAI's words. ApiError 400: they cannot say it."""
         raise NotImplementedError
 
-    def reply(self, model: str, given: Any, prompts: list[Prompt], choices: list[Any]) -> Reply:
+    def as_chat(self, **own: Any) -> Chat:
+        """The chat of the fields that this request has in other words alone, and of `own`."""
+        named = {field.name: self.names.get(field.name, field.name) for field in fields(Chat)}
+        return Chat(**{name: getattr(self, word, None) for name, word in named.items()} | own)
+
+    def reply(self, model: str, given: Any, prompts: list[Prompt], choices: list[Choice]) -> Reply:
         """The answer in words of this API. given: what made() gave; choices: its own."""
         raise NotImplementedError
 
@@ -68,6 +88,7 @@ class Asked(Request):
 class Generation(Asked):
     """The fields that chats and completions have in common."""
 
+    shape: ClassVar[type[Choices]] = Choices
     max_tokens: int | None = None
     temperature: float | None = None
     top_p: float | None = None
@@ -88,21 +109,13 @@ class Generation(Asked):
 
     def check(self) -> None:
         """ApiError: a value out of its range, or of what is not there."""
-        if self.max_tokens == -1:
-            self.max_tokens = _NO_LIMIT
-        _within("temperature", self.temperature, 0, 2)
-        _within("top_p", self.top_p, 0, 1)
-        _within("min_p", self.min_p, 0, 1)
-        _within("top_k", self.top_k, 1)
-        _within("max_tokens", self.max_tokens, 1)
-        _within("seed", self.seed, -(1 << 63), (1 << 63) - 1)
+        for name in ("max_tokens", "max_completion_tokens"):
+            if getattr(self, name, None) == -1:
+                setattr(self, name, _NO_LIMIT)
+        for name, bounds in _RANGES.items():
+            _within(name, getattr(self, name, None), *bounds)
         if self.temperature is not None and 0 < self.temperature < 1e-3:
             raise wrong("temperature", f"{self.temperature}; 0, or from 0.001")
-        # Logits times or by more may become infinite.
-        _within("repetition_penalty", self.repetition_penalty, 0.01, 100)
-        _within("frequency_penalty", self.frequency_penalty, -2, 2)
-        _within("presence_penalty", self.presence_penalty, -2, 2)
-        _within("n", self.n, 1)
         self.biases()
         stops = self.stops()
         if len(stops) > _MOST_STOPS:
@@ -161,13 +174,14 @@ class Generation(Asked):
         """How many tokens are scored beside each of the answer; None: not that one either."""
         return None
 
-    def reply(self, model: str, given: Any, prompts: list[Prompt], choices: list[Any]) -> Reply:
+    def reply(self, model: str, given: Any, prompts: list[Prompt], choices: list[Choice]) -> Reply:
         tells_usage = self.stream_options is not None and self.stream_options.include_usage
-        return Choices(model, choices, self.n or 1, tells_usage)
+        return self.shape(model, choices, self.n or 1, tells_usage)
 
 
 @dataclass(kw_only=True)
 class Chat(Generation):
+    shape = ChatChoices
     messages: Any
     max_completion_tokens: int | None = None
     tools: Any = None
@@ -181,10 +195,6 @@ class Chat(Generation):
 
     def check(self) -> None:
         super().check()
-        if self.max_completion_tokens == -1:
-            self.max_completion_tokens = _NO_LIMIT
-        _within("max_completion_tokens", self.max_completion_tokens, 1)
-        _within("top_logprobs", self.top_logprobs, 0, _MOST_SCORED)
         if self.top_logprobs and not self.logprobs:
             raise wrong("top_logprobs", "only with logprobs")
         if not _all_are(dict, self.messages) or not self.messages:
@@ -205,10 +215,10 @@ class Chat(Generation):
         """How many prompts it has."""
         return 1
 
-    def choices(self, prompts: list[Prompt], spell: Spell) -> list[ChatReply]:
+    def choices(self, prompts: list[Prompt], spell: Spell) -> list[Choice]:
         """The answers, n to each prompt. spell: as Prompts.spelled."""
         (prompt,) = prompts
-        return [ChatReply(i, spell, prompt.text, self.calls) for i in range(self.n or 1)]
+        return [Choice(spell, prompt.text, self.calls) for _ in range(self.n or 1)]
 
     def most(self) -> int | None:
         return self.max_completion_tokens or self.max_tokens
@@ -253,7 +263,6 @@ class Completion(Generation):
 
     def check(self) -> None:
         super().check()
-        _within("logprobs", self.logprobs, 0, _MOST_SCORED)
         if self.best_of not in (None, self.n or 1):
             raise unsupported("best_of", "must be n, or be left out")
         self.prompt = _texts("prompt", self.prompt)
@@ -269,9 +278,9 @@ class Completion(Generation):
     def count(self) -> int:
         return len(self.prompt)
 
-    def choices(self, prompts: list[Prompt], spell: Spell) -> list[CompletionReply]:
+    def choices(self, prompts: list[Prompt], spell: Spell) -> list[Choice]:
         texts = [prompt.text if self.echo else "" for prompt in prompts for _ in range(self.n or 1)]
-        return [CompletionReply(i, spell, text) for i, text in enumerate(texts)]
+        return [Choice(spell, before=text) for text in texts]
 
     def scored(self) -> int | None:
         return self.logprobs
