@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ from torch_metalmm.hf.caches.pages import Pages
 from torch_metalmm.tools.serve.batch import Batch
 from torch_metalmm.tools.serve.engine import Job
 from torch_metalmm.tools.serve.guessing import Guessing
+from torch_metalmm.tools.writing import Finish, Options
 
 
 def endless(name: str, folder: Path) -> tuple[Any, Any]:
@@ -36,6 +38,32 @@ def pool(
     return batch
 
 
+class Asked(Job):
+    """A job of these tokens, what it is told, and the logits of its answer's tokens."""
+
+    def __init__(
+        self, ids: list[int], new: int, seed: int | None = None, owner: bytes = b"", **options: Any
+    ) -> None:
+        self.told, self.logits = list[Any](), list[torch.Tensor]()
+        self.ended = threading.Event()
+        options = {"max_new_tokens": new} | options
+        super().__init__("", ids, Options(**options), seed, self.hear, owner)
+
+    def hear(self, what: Any) -> None:
+        self.told.append(what)
+        if isinstance(what, Finish | Exception):
+            self.ended.set()
+
+    @property
+    def texts(self) -> list[str]:
+        return [what for what in self.told if isinstance(what, str)]
+
+    @property
+    def finish(self) -> Finish:
+        assert isinstance(self.told[-1], Finish), self.told[-1]
+        return self.told[-1]
+
+
 def run(runner: Any, *jobs: Job) -> None:
     """Until all are answered; each is taken when there is room."""
     waiting = [*jobs]
@@ -46,16 +74,15 @@ def run(runner: Any, *jobs: Job) -> None:
             runner.step()
 
 
-def answered(batch: Batch, jobs: list[Job]) -> dict[int, list[torch.Tensor]]:
-    """The logits of each job's tokens."""
-    found, choose = {id(job): list[torch.Tensor]() for job in jobs}, batch._goes_on
+def answered(batch: Batch, *jobs: Asked) -> None:
+    """run(), which notes the logits of each job's tokens, and gives all pages back."""
+    choose = batch._goes_on
 
     def noted(answer: Any, logits: torch.Tensor, guess: int | None = None) -> bool:
-        found[id(answer.job)].append(logits)
+        answer.job.logits.append(logits)
         return choose(answer, logits, guess)
 
     batch._goes_on = noted  # type: ignore[method-assign]
     run(batch, *jobs)
     batch._goes_on = choose  # type: ignore[method-assign]
     assert batch.cache.pages.available == batch.cache.pages.count
-    return found

@@ -11,7 +11,11 @@ from gguf_files import random_model
 from serving import CONTEXT, DESCRIPTORS, KEY, ORIGIN, Served, descriptors, serving
 
 from torch_metalmm import load_gguf
+from torch_metalmm.tools.chat.session import Session
 from torch_metalmm.tools.generate import demo_model
+from torch_metalmm.tools.serve.batch import Batch
+from torch_metalmm.tools.serve.engine import Runner
+from torch_metalmm.tools.serve.single import Single
 
 
 @pytest.fixture(scope="session")
@@ -47,6 +51,12 @@ def client(smol: Served) -> Iterator[Any]:
 def loaded(tmp_path_factory: pytest.TempPathFactory) -> tuple[Any, Any]:
     """A random model, whose answers no token ends, and its tokenizer; of a file of tests."""
     return endless("llama", tmp_path_factory.mktemp("m"))
+
+
+@pytest.fixture(params=("together", "one by one"))
+def runner(request: pytest.FixtureRequest, loaded: tuple[Any, Any]) -> Runner:
+    """Of answers that share steps, four at a time, and of answers that do not."""
+    return Batch(*loaded, 4) if request.param == "together" else Single(Session(*loaded))
 
 
 @pytest.fixture(scope="session")

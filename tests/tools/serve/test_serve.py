@@ -7,7 +7,6 @@ import time
 from typing import Any
 
 import pytest
-import torch
 from greedy import greedy_chat
 from serving import Served
 
@@ -37,31 +36,6 @@ def chat(client: Any, smol: Served, question: str = QUESTIONS[0], **options: Any
     given = {"temperature": 0, "max_tokens": 12} | options
     messages = [{"role": "user", "content": question}]
     return client.chat.completions.create(model=smol.name, messages=messages, **given)
-
-
-def test_a_chat(client: Any, smol: Served, answers: dict[str, str]) -> None:
-    answer = chat(client, smol)
-    assert answer.choices[0].message.content == answers[QUESTIONS[0]]
-    assert answer.choices[0].finish_reason == "stop"
-    usage = answer.usage
-    assert usage.total_tokens == usage.prompt_tokens + usage.completion_tokens
-    cut = chat(client, smol, max_tokens=3)
-    assert cut.choices[0].finish_reason == "length" and cut.usage.completion_tokens == 3
-
-
-def test_a_stream(client: Any, smol: Served, answers: dict[str, str]) -> None:
-    chunks = list(chat(client, smol, stream=True, stream_options={"include_usage": True}))
-    texts = [c.choices[0].delta.content or "" for c in chunks[:-1]]
-    assert "".join(texts) == answers[QUESTIONS[0]] and sum(map(bool, texts)) > 3
-    assert chunks[-2].choices[0].finish_reason == "stop"
-    assert chunks[-1].choices == [] and chunks[-1].usage.completion_tokens > 3
-
-
-def test_stop_strings(client: Any, smol: Served, answers: dict[str, str]) -> None:
-    before = answers[QUESTIONS[0]].partition("Paris")[0]
-    for stop in ("Paris", ["never", "Paris"]):
-        choice = chat(client, smol, stop=stop).choices[0]
-        assert (choice.message.content, choice.finish_reason) == (before, "stop")
 
 
 def test_four_clients(client: Any, smol: Served, answers: dict[str, str]) -> None:
@@ -117,19 +91,6 @@ def test_models(client: Any, smol: Served) -> None:
     assert client.models.retrieve(smol.name).id == smol.name
     with pytest.raises(openai.NotFoundError):
         client.models.retrieve("other")
-
-
-def test_embeddings_of_a_model_that_generates(client: Any, smol: Served) -> None:
-    """Of unit length, the same alone and beside a longer text, and nearer to what is like it."""
-    texts = ["A cat sat on the mat.", "A cat sat upon the mat.", "Tax law of 1923, in ten volumes"]
-    both = client.embeddings.create(model=smol.name, input=texts)
-    found = torch.tensor([item.embedding for item in both.data])
-    as_numbers = client.embeddings.create(model=smol.name, input=texts[0], encoding_format="float")
-    alone = torch.tensor(as_numbers.data[0].embedding)
-    near = found @ alone
-    assert found.shape == (3, 576) and int(near.argmax()) == 0
-    assert near[1] > near[2]
-    torch.testing.assert_close(near[0], torch.tensor(1.0))
 
 
 # ---- a client that goes

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from answered import answered, endless, pool, run
+from answered import Asked, answered, endless, pool, run
 from drafters import Fixed, Known
 from gguf_files import random_model
 from mtp_models import folder_with_head, trunk
@@ -25,12 +25,12 @@ from torch_metalmm.hf.mtp import Mtp
 from torch_metalmm.models.attach import set_cache
 from torch_metalmm.models.cache_argument import cache_of_generate
 from torch_metalmm.models.fuse.layers import fused_layer
-from torch_metalmm.tools.chat.session import Options, Session
+from torch_metalmm.tools.chat.session import Session
 from torch_metalmm.tools.serve import guessing as guessing_module
 from torch_metalmm.tools.serve.batch import ROWS, guessing_of
-from torch_metalmm.tools.serve.engine import Finish, Job
 from torch_metalmm.tools.serve.guessing import Guessing
 from torch_metalmm.tools.serve.single import Single
+from torch_metalmm.tools.writing import Finish
 
 PROMPT, NEW = 72, 40
 
@@ -59,26 +59,19 @@ def loaded(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
     return model, endless("llama", folder)[1]
 
 
-def jobs(told: list[list[Any]]) -> list[Job]:
+def jobs(count: int = 5) -> list[Asked]:
     """Prompts that repeat themselves, some of them greedy, with ends at several lengths."""
-    draw, found = random.Random(5), []
-    for i, own in enumerate(told):
-        ids = draw.choices(range(3, 300), k=PROMPT // 8) * 8
-        options = Options(temperature=0.01 * (i % 3), max_new_tokens=NEW - 7 * i)
-        found.append(Job("", ids, options, i, own.append))
-    return found
+    draw = random.Random(5)
+    prompts = [draw.choices(range(3, 300), k=PROMPT // 8) * 8 for _ in range(count)]
+    return [Asked(ids, NEW - 7 * i, i, temperature=0.01 * (i % 3)) for i, ids in enumerate(prompts)]
 
 
 class Plain:
-    """What jobs are told without guesses and beside no other, the logits of their tokens, and their
-    texts."""
+    """Jobs without guesses and beside no other, and their texts."""
 
-    def __init__(
-        self, loaded: Any, jobs: Callable[[list[list[Any]]], list[Job]] = jobs, count: int = 5
-    ) -> None:
-        self.jobs, self.told = jobs, [list[Any]() for _ in range(count)]
-        self.texts, self.logits = list[list[int]](), list[list[torch.Tensor]]()
-        texts = self.texts
+    def __init__(self, loaded: Any, make: Callable[[], list[Asked]] = jobs) -> None:
+        self.make, self.jobs, texts = make, make(), list[list[int]]()
+        self.texts = texts
 
         class Silent(Lookup):
             def begin(self, tokens: list[int]) -> None:
@@ -88,9 +81,8 @@ class Plain:
             def kind(self) -> None:
                 return None
 
-        for job in jobs(self.told):
-            found = answered(pool(loaded, 1, 32, guessing(Silent)), [job])
-            self.logits.append(found[id(job)])
+        for job in self.jobs:
+            answered(pool(loaded, 1, 32, guessing(Silent)), job)
 
 
 @pytest.fixture(scope="module")
@@ -112,16 +104,15 @@ def check(
     plain: Plain, most: int, pages: int, loaded: Any, guesses: Guessing
 ) -> tuple[int, int, int]:
     """Answers are those of `plain`; (right and wrong guesses, tokens of prompts that were kept)."""
-    told = [list[Any]() for _ in plain.told]
-    made = plain.jobs(told)
-    logits = answered(pool(loaded, most, pages, guesses), made)
-    for job, own, alone, wanted in zip(made, told, plain.told, plain.logits, strict=True):
-        assert len(logits[id(job)]) == len(wanted)
-        assert all(map(torch.equal, logits[id(job)], wanted))
-        assert own[:-1] == alone[:-1]
-        assert own[-1].reason == alone[-1].reason and own[-1].new_tokens == len(wanted)
-        assert alone[-1] == alone[-1]._replace(kept_tokens=0, right_guesses=0, wrong_guesses=0)
-    right, wrong, kept = (sum(own[-1][i] for own in told) for i in (4, 5, 2))
+    made = plain.make()
+    answered(pool(loaded, most, pages, guesses), *made)
+    for job, alone in zip(made, plain.jobs, strict=True):
+        assert len(job.logits) == len(alone.logits) == job.finish.new_tokens
+        assert all(map(torch.equal, job.logits, alone.logits))
+        assert job.told[:-1] == alone.told[:-1] and job.finish.reason == alone.finish.reason
+        counts = {"kept_tokens": 0, "right_guesses": 0, "wrong_guesses": 0}
+        assert alone.finish == alone.finish._replace(**counts)
+    right, wrong, kept = (sum(job.finish[i] for job in made) for i in (4, 5, 2))
     return right, wrong, kept
 
 
@@ -141,18 +132,16 @@ def test_answers_are_those_without_guesses(
     assert (wrong > 9 * right) if every == 1 else (right > 0) and (wrong > 0) == (every < 99)
 
 
-def conversation(told: list[list[Any]]) -> list[Job]:
+def conversation() -> list[Asked]:
     """Prompts of which each begins with the one before."""
-    ids, found = random.Random(6).choices(range(3, 300), k=400), []
-    for i, own in enumerate(told):
-        found.append(Job("", ids[: 140 + 65 * i], Options(max_new_tokens=9), None, own.append))
-    return found
+    ids = random.Random(6).choices(range(3, 300), k=400)
+    return [Asked(ids[: 140 + 65 * i], 9) for i in range(4)]
 
 
 @pytest.mark.parametrize("most", (1, 2))
 def test_prompts_that_begin_with_those_before(loaded: Any, most: int) -> None:
     """Beside drafts of which some are wrong, what is kept of a prompt is what it is without."""
-    plain = Plain(loaded, conversation, 4)
+    plain = Plain(loaded, conversation)
     right, wrong, kept = check(plain, most, 32, loaded, guessing(partial(Known, plain.texts, 2)))
     assert right > 0 and wrong > 0 and kept > 0
 
@@ -162,10 +151,10 @@ def test_states_of_layers_that_are_not_fused(tmp_path: Path) -> None:
     loaded = endless("qwen35 fused", tmp_path)
     for layer in filter(None, map(fused_layer, loaded[0].modules())):
         layer.detach()
-    plain, told = Plain(loaded), [list[Any]() for _ in range(5)]
-    answered(pool(loaded, 2, 32, guessing(partial(Known, plain.texts, 3))), jobs(told))
-    assert [own[:-1] for own in told] == [own[:-1] for own in plain.told]
-    assert sum(own[-1].right_guesses for own in told) > 9
+    plain, made = Plain(loaded), jobs()
+    answered(pool(loaded, 2, 32, guessing(partial(Known, plain.texts, 3))), *made)
+    assert [job.texts for job in made] == [job.texts for job in plain.jobs]
+    assert sum(job.finish.right_guesses for job in made) > 9
 
 
 @pytest.mark.parametrize("seed", (0, 1), ids=("right", "another"))
@@ -216,7 +205,7 @@ def test_the_model_s_own_head(
         return read_on(self, count, most)
 
     monkeypatch.setattr(Mtp, "propose", noted)
-    for job in jobs([[]] * 5)[::3]:  # the greedy ones
+    for job in jobs()[::3]:  # the greedy ones
         cache = {cache_of_generate(): PackedCache(model.config, "q8_0")}
         given = {"do_sample": False, "max_new_tokens": NEW, "custom_generate": decode, **cache}
         model.generate(torch.tensor([job.ids]), draft=head, pace=Fixed(3), **given)
@@ -276,15 +265,9 @@ def test_drafters_are_lent(loaded: Any) -> None:
 
 def test_a_text_that_comes_late_drafts_too(loaded: Any, plain: Plain) -> None:
     """Beside four others at first, of which two stay."""
-    told = [list[Any]() for _ in range(4)]
-    made = jobs(told)
-    for job in made:
-        job.options.temperature = 0
-        job.options.max_new_tokens = NEW
-    for job in made[:2]:
-        job.options.max_new_tokens = 4
-    answered(pool(loaded, 4, 32, guessing(partial(Known, plain.texts, 3))), made)
-    assert all(sum(own[-1][4:6]) > 9 for own in told[2:])
+    made = [Asked(job.ids, 4 if i < 2 else NEW) for i, job in enumerate(jobs(4))]
+    answered(pool(loaded, 4, 32, guessing(partial(Known, plain.texts, 3))), *made)
+    assert all(sum(job.finish[4:6]) > 9 for job in made[2:])
 
 
 @pytest.mark.parametrize("what", ("begin", "propose", "see"))
@@ -315,11 +298,11 @@ def test_in_a_session_alone(tmp_path: Path) -> None:
     """Where answers share no steps, what was drafted is counted, too."""
     model, tokenizer = endless("llama", tmp_path)
     set_cache([model], "q8_0")
-    session = Session(model, tokenizer, Options(), cache="q8_0", draft="lookup")
-    session.pace, told = Fixed(3), [list[Any]() for _ in range(2)]
-    for own in told:
-        run(Single(session), Job("", [3, 4, 5] * 9, Options(max_new_tokens=NEW), 0, own.append))
-    finish = told[1][-1]
+    session = Session(model, tokenizer, cache="q8_0", draft="lookup")
+    session.pace, made = Fixed(3), [Asked([3, 4, 5] * 9, NEW, 0) for _ in range(2)]
+    for job in made:
+        run(Single(session), job)
+    finish = made[1].finish
     assert finish.right_guesses + finish.wrong_guesses == session.pace.drafted // 2 > 0
     assert finish.right_guesses == session.pace.accepted // 2
 
@@ -327,16 +310,15 @@ def test_in_a_session_alone(tmp_path: Path) -> None:
 def test_steps_that_are_saved(loaded: Any, plain: Plain, monkeypatch: pytest.MonkeyPatch) -> None:
     """Each right guess is a step less."""
     batch = pool(loaded, 1, 32, guessing(partial(Known, plain.texts, 5)))
-    told, steps = [list[Any]()], list[int]()
-    forward = batch._forward
+    (job,), steps, forward = jobs(1), list[int](), batch._forward
 
     def seen(ids: list[list[int]], *given: Any) -> Any:
         steps.append(len(ids[0]))
         return forward(ids, *given)
 
     monkeypatch.setattr(batch, "_forward", seen)
-    answered(batch, jobs(told))
-    finish = told[0][-1]
+    answered(batch, job)
+    finish = job.finish
     assert len(steps) == NEW - finish.right_guesses and max(steps[1:]) == 4
     assert finish.right_guesses + finish.wrong_guesses == sum(steps[1:]) - len(steps[1:])
 
@@ -344,11 +326,8 @@ def test_steps_that_are_saved(loaded: Any, plain: Plain, monkeypatch: pytest.Mon
 @pytest.mark.parametrize("what", ("cancelled", "fails", "one fails"))
 def test_a_step_of_guesses_that_does_not_end(loaded: Any, plain: Plain, what: str) -> None:
     """No page is lost, and the next answer is right."""
-    batch, told = (
-        pool(loaded, 2, 32, guessing(partial(Known, plain.texts, 2))),
-        [list[Any](), list[Any]()],
-    )
-    first, second = jobs(told)
+    batch = pool(loaded, 2, 32, guessing(partial(Known, plain.texts, 2)))
+    first, second = jobs(2)
     batch.take(first)
     batch.take(second)
     forward, choose = batch._forward, batch._goes_on
@@ -379,15 +358,15 @@ def test_a_step_of_guesses_that_does_not_end(loaded: Any, plain: Plain, what: st
                 batch.fail(error)
     assert batch._forward == forward and batch._goes_on == choose
     assert batch.cache.pages.available == 32
-    alone = plain.told[:2]
+    alone = plain.jobs[:2]
     if what == "fails":
-        assert all(isinstance(own[-1], MemoryError) for own in told)
+        assert all(isinstance(job.told[-1], MemoryError) for job in (first, second))
     else:
-        assert told[1][:-1] == alone[1][:-1]
-        assert not any(isinstance(one, Finish) for one in told[0])
-    again = [list[Any](), list[Any]()]
-    answered(batch, jobs(again))
-    assert [own[:-1] for own in again] == [own[:-1] for own in alone]
+        assert second.texts == alone[1].texts
+        assert not any(isinstance(one, Finish) for one in first.told)
+    again = jobs(2)
+    answered(batch, *again)
+    assert [job.texts for job in again] == [job.texts for job in alone]
 
 
 def test_usage(tiny: Served) -> None:

@@ -5,14 +5,14 @@ from __future__ import annotations
 import argparse
 import asyncio
 import threading
-from collections.abc import Generator
+from collections.abc import Callable, Generator
 from contextlib import closing
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from answered import answered
+from answered import Asked, answered
 from gguf_files import random_model
 from greedy import greedy
 from layer_models import SHARED, VOCABULARY, small
@@ -22,13 +22,15 @@ from torch_metalmm import activations_, fuse_, load_gguf
 from torch_metalmm.formats.activations import TOP_CODES
 from torch_metalmm.hf.replay import replayed
 from torch_metalmm.tools.chat import loading
-from torch_metalmm.tools.chat.session import Options, Session
+from torch_metalmm.tools.chat.session import Session
 from torch_metalmm.tools.chat.template import Template
 from torch_metalmm.tools.serve import command
 from torch_metalmm.tools.serve.batch import Batch, can_share
-from torch_metalmm.tools.serve.engine import Engine, Finish, Job, Task
+from torch_metalmm.tools.serve.engine import Engine, Job, Task
 from torch_metalmm.tools.serve.errors import ApiError
+from torch_metalmm.tools.serve.feed import Feed
 from torch_metalmm.tools.serve.single import Single
+from torch_metalmm.tools.writing import Finish
 
 pytest.importorskip("anyio")
 
@@ -37,78 +39,63 @@ NEW = 12
 MEMORY = 1 << 25  # bytes; a quarter of a machine is millions of states of small models
 
 
-@pytest.mark.parametrize(
-    ("architecture", "fused", "cache"),
-    [
-        *(("llama", False, None), ("gemma3", False, "q8_0"), ("gemma3", True, None)),
-        *(("qwen3", True, "q8_0"), ("phi3", True, None), ("gemma4", True, "q8_0")),
-        *(("qwen35", True, None), ("qwen35moe", True, "q8_0"), ("lfm2", True, "q8_0")),
-    ],
-)
+MAKERS: dict[str, Callable[[str, Path], Any]] = {
+    "gguf": lambda kind, folder: load_gguf(random_model(folder / "m.gguf", kind))[0],
+    "rounded": lambda kind, folder: activations_(MAKERS["gguf"]("qwen3", folder), kind),
+    "shared rows": lambda kind, _: small(kind, **SHARED, max_position_embeddings=256),
+    "family": lambda kind, _: family(kind),
+}
+# (who makes the model, its kind, whether it is fused, the format of its cache)
+ANSWERING = [
+    *(("gguf", "llama", False, None), ("gguf", "gemma3", False, "q8_0")),
+    *(("gguf", "gemma3", True, None), ("gguf", "qwen3", True, "q8_0")),
+    *(("gguf", "phi3", True, None), ("gguf", "qwen35", True, None)),
+    *(("gguf", kind, True, "q8_0") for kind in ("gemma4", "qwen35moe", "lfm2")),
+    *(("rounded", kind, True, "q8_0") for kind in TOP_CODES),
+    *(("shared rows", "gemma4_text", True, None), ("shared rows", "gemma4_text", False, "q8_0")),
+    ("shared rows", "gemma3n_text", True, "q8_0"),
+    *(("family", kind, True, "q8_0") for kind in ("qwen3_next", "falcon_h1", "bamba")),
+    *(("family", kind, True, "q8_0") for kind in ("granitemoehybrid", "nemotron_h")),
+]
+
+
+@pytest.mark.parametrize(("maker", "kind", "fused", "cache"), ANSWERING)
 def test_answers_that_join_and_leave(
-    tmp_path: Path, architecture: str, fused: bool, cache: str | None
+    loaded: Any, maker: str, kind: str, fused: bool, cache: str | None, tmp_path: Path
 ) -> None:
     """Each is to the bit what it is alone; gemma3's windows are shorter than two of the prompts."""
-    model, tokenizer = load_gguf(random_model(tmp_path / "m.gguf", architecture))
-    check_answers(model, tokenizer, fused, cache)
-
-
-@pytest.mark.parametrize(
-    ("kind", "fused", "cache"),
-    [("gemma4_text", True, None), ("gemma4_text", False, "q8_0"), ("gemma3n_text", True, "q8_0")],
-)
-def test_layers_that_read_rows_of_others(
-    loaded: Any, kind: str, fused: bool, cache: str | None
-) -> None:
-    check_answers(small(kind, **SHARED, max_position_embeddings=256), loaded[1], fused, cache)
-
-
-@pytest.mark.parametrize(
-    "kind", ["qwen3_next", "falcon_h1", "bamba", "granitemoehybrid", "nemotron_h"]
-)
-def test_families_with_states(loaded: Any, kind: str) -> None:
-    check_answers(family(kind), loaded[1], True, "q8_0")
-
-
-@pytest.mark.parametrize("kind", TOP_CODES)
-def test_rounded_activations(tmp_path: Path, kind: str) -> None:
-    model, tokenizer = load_gguf(random_model(tmp_path / "m.gguf", "qwen3"))
-    check_answers(activations_(model, kind), tokenizer, True, "q8_0")
+    model, tokenizer = MAKERS[maker](kind, tmp_path), loaded[1]
+    model.generation_config.eos_token_id = None
+    if fused:
+        fuse_(model)
+    assert can_share(model)
+    prompts = [torch.randint(3, VOCABULARY, (length,)).tolist() for length in LENGTHS]
+    jobs = [Asked(ids, NEW + 3 * i) for i, ids in enumerate(prompts)]
+    answered(Batch(model, tokenizer, 4, cache, MEMORY), *jobs)
+    if fused:  # the steps are few kinds, on memory that stays
+        assert replayed(model).replays > NEW  # type: ignore[union-attr]
+    for i, job in enumerate(jobs):
+        assert job.finish == Finish("length", len(job.ids), 0, NEW + 3 * i)
+        alone = Asked(job.ids, NEW + 3 * i)
+        answered(Batch(model, tokenizer, 1, cache, MEMORY), alone)
+        assert all(map(torch.equal, job.logits, alone.logits))
+        if cache is None:
+            likeliest = [int(logits.argmax()) for logits in alone.logits]
+            assert likeliest == greedy(model, job.ids, NEW + 3 * i, eos_token_id=None)
 
 
 def test_a_prompt_of_one_token_is_no_step(loaded: Any) -> None:
     """Nemotron-H limits dt otherwise in a prompt than in a step, of which a recording is known."""
     model, tokenizer = fuse_(family("nemotron_h")), loaded[1]
     model.generation_config.eos_token_id = None
-    job = Job("", [5], Options(max_new_tokens=6), None, lambda _: None)
-    wanted = answered(Batch(model, tokenizer, 1, "q8_0", MEMORY), [job])[id(job)]
+    first, again = Asked([5], 6), Asked([5], 6)
+    answered(Batch(model, tokenizer, 1, "q8_0", MEMORY), first)
     warm = Batch(model, tokenizer, 1, "q8_0", MEMORY)
     for _ in range(4):
-        answered(warm, [Job("", [7, 9, 11], Options(max_new_tokens=NEW), None, lambda _: None)])
+        answered(warm, Asked([7, 9, 11], NEW))
     assert replayed(model).replays > NEW  # type: ignore[union-attr]
-    assert all(map(torch.equal, answered(warm, [job])[id(job)], wanted))
-
-
-def check_answers(model: Any, tokenizer: Any, fused: bool, cache: str | None) -> None:
-    model.generation_config.eos_token_id = None
-    if fused:
-        fuse_(model)
-    assert can_share(model)
-    told: list[list[Any]] = [[] for _ in LENGTHS]
-    jobs = []
-    for i, length in enumerate(LENGTHS):
-        ids = [int(token) for token in torch.randint(3, VOCABULARY, (length,))]
-        jobs.append(Job("", ids, Options(max_new_tokens=NEW + 3 * i), None, told[i].append))
-    together = answered(Batch(model, tokenizer, 4, cache, MEMORY), jobs)
-    if fused:  # the steps are few kinds, on memory that stays
-        assert replayed(model).replays > NEW  # type: ignore[union-attr]
-    for i, job in enumerate(jobs):
-        assert told[i][-1] == Finish("length", len(job.ids), 0, NEW + 3 * i)
-        by_itself = answered(Batch(model, tokenizer, 1, cache, MEMORY), [job])[id(job)]
-        assert all(map(torch.equal, together[id(job)], by_itself))
-        if cache is None:
-            likeliest = [int(logits.argmax()) for logits in by_itself]
-            assert likeliest == greedy(model, job.ids, NEW + 3 * i, eos_token_id=None)
+    answered(warm, again)
+    assert len(again.logits) == 6 and all(map(torch.equal, again.logits, first.logits))
 
 
 def test_what_cannot_share_steps(tmp_path: Path) -> None:
@@ -125,36 +112,22 @@ def submit(engine: Engine, request: Job | Task) -> None:
 @pytest.mark.parametrize("kind", ("batch", "single"))
 def test_a_cancelled_answer_frees_its_place(loaded: Any, kind: str) -> None:
     """At its next token; the one that waits is answered, and errors reach who asked."""
-    runner: Any = Batch(*loaded, 1) if kind == "batch" else Single(Session(*loaded, Options()))
+    runner: Any = Batch(*loaded, 1) if kind == "batch" else Single(Session(*loaded))
     engine = Engine(runner, queue=1)
-    first, second = threading.Event(), threading.Event()
-    count: list[Any] = []
+    long, short, wrong = Asked([3, 4, 5], 1 << 20), Asked([3, 4, 5], 4), Asked([1 << 30], 4)
 
-    def cancel(what: Any) -> None:
-        count.append(what)
-        if len(count) == 3:
+    def leave(what: Any) -> None:
+        long.told.append(what)
+        if len(long.told) == 3:
             engine.cancel(long)
-            first.set()
 
-    def end(what: Any) -> None:
-        if isinstance(what, Finish):
-            second.set()
-
-    long = Job("", [3, 4, 5], Options(max_new_tokens=1 << 20), None, cancel)
+    long.tell = leave
     engine.start()
-    submit(engine, long)
-    submit(engine, Job("", [3, 4, 5], Options(max_new_tokens=4), None, end))
-    assert first.wait(60) and second.wait(60)
-    assert sum(isinstance(what, str) for what in count) <= 4
-    failed: list[Any] = []
-    done = threading.Event()
-
-    def told(what: Any) -> None:
-        failed.append(what)
-        done.set()
-
-    submit(engine, Job("", [1 << 30], Options(max_new_tokens=4), None, told))
-    assert done.wait(60) and isinstance(failed[0], Exception)
+    for job in (long, short):
+        submit(engine, job)
+    assert short.ended.wait(60) and short.finish and len(long.texts) <= 4
+    submit(engine, wrong)
+    assert wrong.ended.wait(60) and isinstance(wrong.told[0], Exception)
     engine.close()
     with pytest.raises(ApiError) as closed:
         engine.reserve()
@@ -173,11 +146,7 @@ def test_a_task_has_parts(loaded: Any) -> None:
         finally:
             ended[i].set()
 
-    def end(what: Any) -> None:
-        if isinstance(what, Finish):
-            answered.set()
-
-    answered, given = threading.Event(), threading.Event()
+    given, job = threading.Event(), Asked([3, 4, 5], 4)
 
     def work() -> Generator[None, None, int]:
         yield
@@ -191,8 +160,8 @@ def test_a_task_has_parts(loaded: Any) -> None:
     engine.start()
     submit(engine, first)
     submit(engine, Task(work(), gives))  # in vain until the first one is cancelled
-    submit(engine, Job("", [3, 4, 5], Options(max_new_tokens=4), None, end))
-    assert answered.wait(60) and not ended[0].is_set()
+    submit(engine, job)
+    assert job.ended.wait(60) and not ended[0].is_set()
     engine.cancel(first)
     assert ended[0].wait(60) and given.wait(60) and told == [7]
     submit(engine, Task(endless(1), told.append))
@@ -204,8 +173,6 @@ def test_a_task_has_parts(loaded: Any) -> None:
 
 def test_a_place_is_kept_for_what_is_prepared(loaded: Any) -> None:
     """And the time that this takes is of the request."""
-    from torch_metalmm.tools.serve.feed import Feed
-
     engine = Engine(Batch(*loaded, 1), queue=1)
 
     async def ask() -> None:
@@ -216,6 +183,8 @@ def test_a_place_is_kept_for_what_is_prepared(loaded: Any) -> None:
         with pytest.raises(ApiError) as late:
             await feeds[0].within(asyncio.sleep(60))
         assert late.value.status == 504
+        with pytest.raises(ApiError, match="the answer took more than 0.1 s"):
+            await feeds[1].result()
         feeds[0].close()
         feeds[0].close()
         with pytest.raises(ApiError):  # both or none
@@ -223,44 +192,15 @@ def test_a_place_is_kept_for_what_is_prepared(loaded: Any) -> None:
         again = Feed(engine, 60)
         with pytest.raises(ApiError):
             Feed(engine, 60)
-        again.submit([Job("", [3], Options(max_new_tokens=2), None, again.tell)])
+        again.submit([Asked([3], 2)])
         with pytest.raises(ApiError):
             Feed(engine, 60)
+        assert engine.load()[0] == 1
         again.close()
+        assert engine.load()[0] == 0
         Feed(engine, 60)
 
     asyncio.run(ask())
-
-
-def test_a_deadline(loaded: Any) -> None:
-    """What still waits when its time is over is told so, and waits no more."""
-    from torch_metalmm.tools.serve.feed import Feed
-
-    engine = Engine(Batch(*loaded, 1), queue=1)
-    engine.start()
-    begun, go = threading.Event(), threading.Event()
-
-    def wait() -> Generator[None, None, None]:
-        begun.set()
-        go.wait(60)
-        yield
-
-    submit(engine, Task(wait(), lambda _: None))
-    assert begun.wait(60)
-
-    async def ask() -> ApiError:
-        feed = Feed(engine, 0.2)
-        feed.submit([Job("", [3], Options(max_new_tokens=2), None, feed.tell)])
-        with pytest.raises(ApiError) as late:
-            await feed.result()
-        assert engine.load()[0] == 1
-        feed.close()
-        return late.value
-
-    error = asyncio.run(ask())
-    assert error.status == 504 and engine.load()[0] == 0
-    go.set()
-    engine.close()
 
 
 def test_one_thread_computes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

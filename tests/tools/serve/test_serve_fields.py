@@ -12,18 +12,25 @@ from typing import Any
 
 import pytest
 import torch
-from answered import answered, run
+from answered import Asked, answered, run
 from serving import CONTEXT, KEY, Served
 
-from torch_metalmm.tools.chat.session import Options, Session
 from torch_metalmm.tools.chat.template import Template
 from torch_metalmm.tools.serve.batch import Batch
-from torch_metalmm.tools.serve.engine import Job
+from torch_metalmm.tools.serve.choosing import Chooser
+from torch_metalmm.tools.serve.engine import Runner
 from torch_metalmm.tools.serve.errors import ApiError
 from torch_metalmm.tools.serve.prompts import Prompts
-from torch_metalmm.tools.serve.schema import IGNORED, Chat, Completion, parse, warn_once
-from torch_metalmm.tools.serve.single import Single
+from torch_metalmm.tools.serve.schema import (
+    IGNORED,
+    Chat,
+    Completion,
+    Embedding,
+    parse,
+    warn_once,
+)
 from torch_metalmm.tools.serve.weights import Bias, Scored, Scores
+from torch_metalmm.tools.writing import Options
 
 pytest.importorskip("pydantic")
 
@@ -65,10 +72,15 @@ def test_penalties_and_biases() -> None:
         assert abs(found[0, token].double() - wanted) <= 2 * 128 * 2**-24
 
 
-@pytest.mark.parametrize("kind", ["together", "one by one"])
-def test_they_choose_the_tokens(loaded: tuple[Any, Any], kind: str) -> None:
+def test_a_penalty_comes_before_biases() -> None:
+    """In shared steps as in generate()."""
+    options = Options(repeat_penalty=2.0, bias=lambda _, logits: logits + torch.tensor([3.0, 0.0]))
+    chooser = Chooser(options, None, torch.device("cpu"))
+    assert chooser.choose(torch.tensor([[4.0, 4.0]]), [0]) == 0
+
+
+def test_they_choose_the_tokens(runner: Runner) -> None:
     """A token that is pushed comes each time; with a penalty for what came none comes twice."""
-    runner = Batch(*loaded, 2) if kind == "together" else Single(Session(*loaded, Options()))
     seen = list[list[int]]()
 
     def spied(bias: Bias, ids: torch.Tensor, logits: torch.Tensor) -> torch.Tensor:
@@ -76,8 +88,7 @@ def test_they_choose_the_tokens(loaded: tuple[Any, Any], kind: str) -> None:
         return bias(ids, logits)
 
     for bias, repeats in ((Bias(3, {9: 100}, 0, 0), True), (Bias(3, {}, 2000.0, 0), False)):
-        options = Options(max_new_tokens=8, bias=lambda *given, bias=bias: spied(bias, *given))
-        run(runner, Job("", IDS, options, None, lambda _: None))
+        run(runner, Asked(IDS, 8, bias=lambda *given, bias=bias: spied(bias, *given)))
         came = seen[-1][3:]
         assert ({*came} == {9} and len(came) == 7) if repeats else len({*came}) == len(came) > 0
 
@@ -112,15 +123,13 @@ def test_scores() -> None:
 
 def test_scores_of_answers(loaded: tuple[Any, Any]) -> None:
     """Each token has its own, before its text; they are the model's own, without a bias."""
-    told = list[Any]()
-    options = Options(max_new_tokens=5, bias=Bias(3, {9: 100}, 0, 0))
-    options.scores = Scores(1, told.append)
-    job = Job("", IDS, options, None, told.append)
-    logits = answered(Batch(*loaded, 1), [job])[id(job)]
-    assert isinstance(told[0], Scored)
-    scored = [one for one in told if isinstance(one, Scored)]
+    job = Asked(IDS, 5, bias=Bias(3, {9: 100}, 0, 0))
+    job.options.scores = Scores(1, job.told.append)
+    answered(Batch(*loaded, 1), job)
+    assert isinstance(job.told[0], Scored)
+    scored = [one for one in job.told if isinstance(one, Scored)]
     assert len(scored) == 5 and {one.token for one in scored} == {9}
-    for one, row in zip(scored, logits, strict=True):
+    for one, row in zip(scored, job.logits, strict=True):
         assert one.top[0][0] == int(row[0].argmax()) != 9 and one.share < one.top[0][1]
 
 
@@ -266,3 +275,80 @@ def test_metrics(tiny: Served) -> None:
     assert grown('requests_total{route="/v1/completions",status="400"}') == 1
     assert grown("first_token_seconds_count") == 1 and grown("first_token_seconds_sum") > 0
     assert not any('a"b' in name for name in after)
+
+
+# ---- bodies, before the model comes
+
+
+def test_a_text_with_a_token_beyond_the_models(loaded: tuple[Any, Any]) -> None:
+    """Tokenizers may have more tokens than the model has rows."""
+    model, tokenizer = loaded
+    tokenizer.add_tokens(["<beyond>"])
+    assert len(tokenizer) > model.config.vocab_size
+    tokenizer.chat_template = "{{ messages[0].content }}"
+    with closing(Template()) as template:
+        prompts = Prompts(model, tokenizer, template, None, None)
+        messages = [{"role": "user", "content": "a<beyond>"}]
+        for name, tokens in (
+            ("prompt", lambda: prompts.of_completion(Completion(prompt=["a<beyond>"]))),
+            ("messages", lambda: prompts.of_chat(Chat(model="m", messages=messages))),
+        ):
+            with pytest.raises(ApiError, match=f"{name}: token .* must be from 0") as error:
+                tokens()
+            assert (error.value.status, error.value.param) == (400, name)
+        tokenizer.chat_template = "{{ '\\ud800' }}"
+        with pytest.raises(ApiError, match="messages: the text has half a surrogate pair"):
+            prompts.of_chat(Chat(messages=messages))
+
+
+MANY = 50_000
+MESSAGES = [{"role": "user", "content": "Hi"}]
+
+
+@pytest.mark.parametrize(
+    ("kind", "name", "value"),
+    (
+        (Completion, "prompt", [{}] * MANY),
+        (Completion, "prompt", ["a"] + [1] * MANY),
+        (Completion, "prompt", [True]),
+        (Completion, "prompt", 3),
+        (Completion, "stop", [1] * MANY),
+        (Completion, "stop", 1),
+        (Completion, "logit_bias", {str(i): "a" for i in range(MANY)}),
+        (Chat, "messages", [1] * MANY),
+        (Chat, "messages", "Hi"),
+        (Chat, "tools", [[]] * MANY),
+        (Chat, "response_format", [1] * MANY),
+        (Embedding, "input", [{}] * MANY),
+        (Embedding, "input", [[{}]] * MANY),
+        (Embedding, "input", [[1.5] * MANY]),
+        (Embedding, "input", ["a", [1]]),
+    ),
+)
+def test_lists_of_wrong_items(kind: Any, name: str, value: Any) -> None:
+    """One error is worded, and not one for each item: 20 s of a body of 1.2 MB."""
+    given = {"model": "m", name: value}
+    needed = {Completion: {"prompt": "a"}, Chat: {"messages": MESSAGES}, Embedding: {"input": "a"}}
+    with pytest.raises(ApiError, match=f"^{name}") as error:
+        found = parse(kind, json.dumps(needed[kind] | given).encode())
+        found.inputs() if kind is Embedding else found.check()
+    assert (error.value.status, error.value.param) == (400, name)
+    cause = error.value.__context__
+    assert cause is None or cause.error_count() < 4
+
+
+def test_many_unknown_fields() -> None:
+    body = {"model": "m", "prompt": "a"} | {f"x{i}": 1 for i in range(1000)}
+    with pytest.raises(ApiError, match="^x0: it is not known") as error:
+        parse(Completion, json.dumps(body).encode())
+    assert error.value.code == "unsupported" and error.value.__context__ is None
+
+
+def test_texts_and_tokens() -> None:
+    """What may be given, as what it is taken."""
+    for given, taken in (("a", ["a"]), ([1, 2], [[1, 2]]), (["a", "b"],) * 2, ([[1], [2]],) * 2):
+        assert Embedding(model="m", input=given).inputs() == taken
+    for given, taken in (("a", ["a"]), (["a", "b"],) * 2, ([1, 2], [[1, 2]])):
+        asked = Completion(model="m", prompt=given, stop="x")
+        asked.check()
+        assert (asked.prompt, asked.stops()) == (taken, ["x"])

@@ -10,7 +10,7 @@ from typing import Any
 import jsonschema
 import pytest
 import torch
-from answered import run
+from answered import Asked, run
 from backends import CASES
 from gguf_files import random_model
 from hypothesis import given, settings
@@ -18,13 +18,11 @@ from hypothesis import strategies as st
 from serving import Served
 
 from torch_metalmm import load_gguf
-from torch_metalmm.tools.chat.session import Options, Session
-from torch_metalmm.tools.serve.batch import Batch
 from torch_metalmm.tools.serve.calling import Wanted, calls_of
 from torch_metalmm.tools.serve.choosing import Chooser
-from torch_metalmm.tools.serve.engine import Finish, Job
+from torch_metalmm.tools.serve.engine import Runner
 from torch_metalmm.tools.serve.forms import Forms
-from torch_metalmm.tools.serve.single import Single
+from torch_metalmm.tools.writing import Options
 
 SCHEMA = {
     "type": "object",
@@ -45,25 +43,20 @@ def loaded(tmp_path_factory: pytest.TempPathFactory) -> tuple[Any, Any]:
 
 def answers(runner: Any, loaded: tuple[Any, Any], *wanted: Wanted | None) -> list[str]:
     """Of one prompt, together where the runner takes them so."""
-    forms, told = Forms(*loaded), [list[Any]() for _ in wanted]
-    waiting = []
-    for seed, (want, to) in enumerate(zip(wanted, told, strict=True)):
-        form = None if want is None else forms.of(want, "", len(IDS))
-        options = Options(temperature=1.0, max_new_tokens=80, form=form)
-        waiting.append(Job("", IDS, options, seed, to.append))
-    run(runner, *waiting)
-    assert all(isinstance(to[-1], Finish) for to in told), told
-    return ["".join(to[:-1]) for to in told]
+    made = Forms(*loaded)
+    forms = [None if want is None else made.of(want, "", len(IDS)) for want in wanted]
+    jobs = [Asked(IDS, 80, i, temperature=1.0, form=form) for i, form in enumerate(forms)]
+    run(runner, *jobs)
+    assert all(job.finish for job in jobs)
+    return ["".join(job.texts) for job in jobs]
 
 
-@pytest.mark.parametrize("kind", ["together", "one by one"])
-def test_answers_have_their_forms(loaded: tuple[Any, Any], kind: str) -> None:
+def test_answers_have_their_forms(loaded: tuple[Any, Any], runner: Runner) -> None:
     """Beside one of none, which is what it is alone."""
-    made = Batch(*loaded, 4) if kind == "together" else Single(Session(*loaded, Options()))
-    free, of_schema, of_regex, of_lark = answers(made, loaded, None, JSON, REGEX, LARK)
+    free, of_schema, of_regex, of_lark = answers(runner, loaded, None, JSON, REGEX, LARK)
     jsonschema.validate(json.loads(of_schema), SCHEMA)
     assert re.fullmatch("(ab|cd){3}", of_regex) and re.fullmatch("x[0-9]{2}", of_lark)
-    assert answers(made, loaded, None) == [free]
+    assert answers(runner, loaded, None) == [free]
 
 
 def test_a_thought_that_the_prompt_opens_is_free(loaded: tuple[Any, Any]) -> None:
@@ -108,14 +101,12 @@ TOOLS = [
 ]
 
 
-@pytest.mark.parametrize("kind", ["together", "one by one"])
-def test_calls_that_must_come(loaded: tuple[Any, Any], kind: str) -> None:
+def test_calls_that_must_come(loaded: tuple[Any, Any], runner: Runner) -> None:
     """Of any function, of one by its name; arguments are those of its schema."""
-    made = Batch(*loaded, 4) if kind == "together" else Single(Session(*loaded, Options()))
     named = {"type": "function", "function": {"name": "go"}}
     for choice, names in (("required", {"go", "stop"}), (named, {"go"})):
         wanted = [calls_of(TOOLS, choice, True).form()] * 4
-        calls = [json.loads(text) for text in answers(made, loaded, *wanted)]
+        calls = [json.loads(text) for text in answers(runner, loaded, *wanted)]
         assert {call["name"] for call in calls} <= names
         for call in calls:
             jsonschema.validate(call["arguments"], PLACE if call["name"] == "go" else {"const": {}})
@@ -221,13 +212,3 @@ def test_a_chat_with_a_call(smol: Served) -> None:
         jsonschema.validate(json.loads(call["function"]["arguments"]), PLACE)
         assert choice["finish_reason"] == "tool_calls" and choice["message"]["content"] is None
         assert "".join(one["token"] for one in choice["logprobs"]["content"])[:9] == '{"name": '
-
-
-def test_a_chat_of_a_schema(smol: Served) -> None:
-    question = {"role": "user", "content": "Name a city and a year."}
-    format = {"type": "json_schema", "json_schema": {"name": "x", "strict": True, "schema": SCHEMA}}
-    body = {"model": "smol", "messages": [question], "temperature": 0, "response_format": format}
-    status, _, told = smol.ask("/v1/chat/completions", body)
-    (choice,) = told["choices"]
-    assert (status, choice["finish_reason"]) == (200, "stop")
-    jsonschema.validate(json.loads(choice["message"]["content"]), SCHEMA)

@@ -17,10 +17,10 @@ from serving import Served, serving
 from transformers import AutoTokenizer, DynamicCache
 
 from torch_metalmm import load_packed
-from torch_metalmm.tools.chat.session import Options
 from torch_metalmm.tools.cli import main
 from torch_metalmm.tools.serve.engine import Job, Runner
 from torch_metalmm.tools.serve.seeing import Seeing
+from torch_metalmm.tools.writing import Options
 
 NEW = 8
 
@@ -227,9 +227,6 @@ class Texts(Runner):
         for job in self.taken:
             job.tell(error)
         self.taken = []
-
-    def stop(self, job: Job) -> None:
-        """Nothing is under way."""
 
 
 def test_a_place_is_for_one_image_and_texts_pass_the_next(folder: Path) -> None:

@@ -10,56 +10,52 @@ from typing import Any
 
 import psutil
 import pytest
-from answered import pool, run
+from answered import Asked, pool, run
 from backends import CASES
 
 from torch_metalmm.hf.caches.pages import SLOTS
-from torch_metalmm.tools.chat.session import Options
 from torch_metalmm.tools.serve.batch import guessing_of
-from torch_metalmm.tools.serve.engine import Finish, Job
 
 COUNT = 2000 if CASES == "all" else 40
 WARM = COUNT // 4  # requests after which every page was used; memory is compared from here on
 
 
-def request(draw: random.Random, heads: list[list[int]], told: list[Any]) -> Job:
+def request(draw: random.Random, heads: list[list[int]]) -> Asked:
     """With a beginning of others or none, short or long, greedy or drawn, perhaps given up."""
     ids = [*draw.choice([[], *heads]), *draw.choices(range(3, 300), k=draw.choice((5, 90, 250)))]
-    options = Options(
-        temperature=draw.choice((0.0, 0.7, 1.3)),
-        top_p=draw.choice((None, 0.9)),
-        max_new_tokens=draw.choice((1, 9, 40)),
-    )
+    options = {"temperature": draw.choice((0.0, 0.7, 1.3)), "top_p": draw.choice((None, 0.9))}
+    new = draw.choice((1, 9, 40))
     leaves = draw.randrange(6) if draw.random() < 0.3 else None
 
     def tell(what: Any) -> None:
-        told.append(what)
-        job.is_cancelled = job.is_cancelled or len(told) == leaves
+        job.told.append(what)
+        job.is_cancelled = job.is_cancelled or len(job.told) == leaves
 
     owner = draw.choice((b"one", b"another"))
-    job = Job("", ids, options, draw.randrange(1000), tell, owner, is_cancelled=leaves == 0)
+    job = Asked(ids, new, draw.randrange(1000), owner, **options)
+    job.tell, job.is_cancelled = tell, leaves == 0
     return job
 
 
-def requests(told: list[list[Any]]) -> list[Job]:
+def requests() -> list[Asked]:
     draw = random.Random(8)
     heads = [draw.choices(range(3, 300), k=n) for n in (64, 130, 200, 300)]
-    return [request(draw, heads, own) for own in told]
+    return [request(draw, heads) for _ in range(COUNT)]
 
 
 @pytest.fixture(scope="module")
-def alone(loaded: tuple[Any, Any]) -> list[list[Any]]:
-    """What each is told that has an empty cache for itself, and does not leave."""
-    told = [list[Any]() for _ in range(COUNT)]
-    for job, own in zip(requests([[] for _ in told]), told, strict=True):
-        run(pool(loaded, 1, 16), Job("", job.ids, job.options, job.seed, own.append))
-    return told
+def alone(loaded: tuple[Any, Any]) -> list[Asked]:
+    """Each has an empty cache for itself, and does not leave."""
+    jobs = requests()
+    for job in jobs:
+        job.tell, job.is_cancelled = job.hear, False
+        run(pool(loaded, 1, 16), job)
+    return jobs
 
 
 @pytest.mark.parametrize("draft", (None, "lookup"))
-def test_mixed_requests(loaded: tuple[Any, Any], alone: list[list[Any]], draft: str | None) -> None:
-    told = [list[Any]() for _ in range(COUNT)]
-    jobs = requests(told)
+def test_mixed_requests(loaded: tuple[Any, Any], alone: list[Asked], draft: str | None) -> None:
+    jobs = requests()
     slots = sum(len(job.ids) + int(job.options.max_new_tokens or 0) for job in jobs)
     count = slots // SLOTS // 10
     guessing = draft and guessing_of(draft, *loaded)
@@ -71,13 +67,13 @@ def test_mixed_requests(loaded: tuple[Any, Any], alone: list[list[Any]], draft: 
     assert pages.available == pages.count == count and len(pages._known) <= count
     assert resident[1] <= 1.05 * resident[0]
     kept = cancelled = 0
-    for job, own, wanted in zip(jobs, told, alone, strict=True):
-        texts = [what for what in own if not isinstance(what, Finish)]
+    for job, wanted in zip(jobs, alone, strict=True):
         cancelled += job.is_cancelled
-        if len(texts) == len(own) and job.is_cancelled:
-            assert texts == wanted[: len(texts)]
+        if job.is_cancelled and job.told == job.texts:
+            assert job.texts == wanted.texts[: len(job.texts)]
             continue
-        assert texts == wanted[:-1]
-        assert own[-1].reason == wanted[-1].reason and own[-1].new_tokens == wanted[-1].new_tokens
-        kept += own[-1].kept_tokens > 0
+        assert job.told[:-1] == wanted.told[:-1]
+        assert job.finish.reason == wanted.finish.reason
+        assert job.finish.new_tokens == wanted.finish.new_tokens
+        kept += job.finish.kept_tokens > 0
     assert kept > COUNT // 10 and cancelled > COUNT // 10

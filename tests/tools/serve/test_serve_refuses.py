@@ -16,116 +16,186 @@ from torch_metalmm.tools.cli import main
 
 USER = {"role": "user", "content": "Hi"}
 TOOL = {"type": "function", "function": {"name": "f", "parameters": {"type": "object"}}}
-
-
-def ask(tiny: Served, path: str = "completions", **fields: Any) -> tuple[int, Any]:
-    text = {"prompt": "ab", "max_tokens": 2} if path == "completions" else {}
-    status, _, told = tiny.ask(f"/v1/{path}", {"model": "tiny"} | text | fields)
-    return status, told
-
-
-def test_it_answers(tiny: Served) -> None:
-    assert tiny.url.startswith("http://127.0.0.2:")
-    status, told = ask(tiny, seed=3)
-    assert status == 200 and told["usage"]["completion_tokens"] == 2
-    assert ask(tiny, seed=3)[1]["choices"] == told["choices"]
-
-
-@pytest.mark.parametrize(
-    ("field", "value"),
-    (
-        ("temperature", 3),
-        ("temperature", "warm"),
-        ("temperature", 10**400),
-        ("top_p", 1.5),
-        ("repetition_penalty", 1e-40),
-        ("max_tokens", 0),
-        ("max_tokens", -2),
-        ("seed", 1 << 63),
-        ("stop", ""),
-        ("stop", ["a"] * 17),
-        ("n", 17),
-        ("n", 0),
-        ("n", 10**30),
-        ("best_of", 2),
-        ("logprobs", 21),
-        ("logprobs", 10**30),
-        ("logit_bias", {"320": 5}),
-        ("logit_bias", {"-1": 5}),
-        ("logit_bias", {"1e1": 5}),
-        ("logit_bias", {"1": 101}),
-        ("logit_bias", {"1": [1]}),
-        ("logit_bias", [[1, 5]]),
-        ("frequency_penalty", -2.1),
-        ("suffix", "b"),
-        ("stop", [["a"]]),
-        ("prompt", ""),
-        ("prompt", [""]),
-        ("prompt", [[]]),
-        ("prompt", [[[1]]]),
-        ("prompt", ["a", [1]]),
-        ("prompt", ["a"] * 17),
-        ("prompt", [320]),
-        ("prompt", "a" * 500),
-        ("regex", "("),
-        ("grammar", "start: nothing"),
-        ("response_format", {"type": "json_schema", "json_schema": {"schema": {"type": "no"}}}),
-        ("no_such_field", 1),
-    ),
-    ids=lambda value: str(value)[:30],
+# A body that is answered, but for the limits of the tiny model's server: two messages, 2000 bytes.
+BODIES: dict[str, dict[str, Any]] = {
+    "/v1/completions": {"prompt": "ab", "max_tokens": 2},
+    "/v1/chat/completions": {"messages": [USER]},
+    "/v1/embeddings": {"input": "ab"},
+    "/v1/responses": {"input": "Hi"},
+    "/v1/messages": {"messages": [USER], "max_tokens": 1},
+    "/v1/messages/count_tokens": {"messages": [USER], "max_tokens": 1},
+    "/api/chat": {"messages": [USER], "stream": False},
+    "/api/generate": {"prompt": "a", "stream": False},
+}
+COMPLETIONS: tuple[tuple[str, Any], ...] = (
+    ("temperature", 3),
+    ("temperature", "warm"),
+    ("temperature", 10**400),
+    ("top_p", 1.5),
+    ("repetition_penalty", 1e-40),
+    ("max_tokens", 0),
+    ("max_tokens", -2),
+    ("seed", 1 << 63),
+    ("stop", ""),
+    ("stop", ["a"] * 17),
+    ("n", 17),
+    ("n", 0),
+    ("n", 10**30),
+    ("best_of", 2),
+    ("logprobs", 10**30),
+    ("logit_bias", {"320": 5}),
+    ("logit_bias", {"-1": 5}),
+    ("logit_bias", {"1e1": 5}),
+    ("logit_bias", {"1": 101}),
+    ("logit_bias", {"1": [1]}),
+    ("logit_bias", [[1, 5]]),
+    ("frequency_penalty", -2.1),
+    ("suffix", "b"),
+    ("prompt", ["a"] * 17),
+    ("prompt", [320]),
+    ("prompt", "a" * 500),
+    ("regex", "("),
+    ("grammar", "start: nothing"),
+    ("response_format", {"type": "json_schema", "json_schema": {"schema": {"type": "no"}}}),
+    ("no_such_field", 1),
 )
-def test_a_field_is_named(tiny: Served, field: str, value: Any) -> None:
-    status, told = ask(tiny, **{field: value})
-    error = told["error"]
-    assert (status, error["type"], error["param"]) == (400, "invalid_request_error", field)
-    assert error["message"].startswith(field) and set(error) == {"message", "type", "param", "code"}
-
-
-@pytest.mark.parametrize(
-    "fields",
-    (
-        {"messages": [USER, USER, USER]},
-        {"messages": []},
-        {"messages": [{"role": "robot", "content": "Hi"}]},
-        {"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": "x"}]}]},
-        {"messages": [USER], "logprobs": True, "top_logprobs": 21},
-        {"messages": [USER], "top_logprobs": 1},
-        {"messages": [USER], "modalities": ["text", "audio"]},
-        {"messages": [USER], "reasoning_effort": "utmost"},
-        {"messages": [USER], "chat_template_kwargs": {"chat_template": "{{ 9 ** 9 }}"}},
-        {"messages": [USER], "chat_template_kwargs": {"messages": []}},
-        {"messages": [USER], "tools": [{"type": "function"}]},
-        {"messages": [USER], "tools": [{"function": {"name": 'a"b'}}]},
-        {"messages": [USER], "tools": [{"function": {"name": "a", "parameters": [1]}}]},
-        {"messages": [USER], "tool_choice": "required"},
-        {"messages": [USER], "tool_choice": {"type": "function", "function": {"name": ["a"]}}},
-        {"messages": [USER], "tool_choice": {"type": "allowed_tools"}, "tools": [TOOL]},
-        {"messages": [USER], "regex": "a", "tools": [TOOL]},
-        {"messages": [USER], "response_format": {"type": "xml"}},
-        {"messages": [USER], "response_format": {"type": "json_schema", "json_schema": {}}},
-        {"messages": [USER], "response_format": {"type": "json_object"}, "regex": "a"},
-        {
-            "messages": [USER],
-            "response_format": {
-                "type": "json_schema",
-                "json_schema": {"schema": {"const": 2**53 + 1}},
-            },
+EMBEDDINGS: tuple[Any, ...] = ("", [], ["a", ""], [1 << 20], [3] * 600, {"a": 1})
+# What is wrong in a chat; several fields where the one that is named is wrong beside the others.
+CHATS: tuple[dict[str, Any], ...] = (
+    {"messages": [USER, USER, USER]},
+    {"messages": []},
+    {"messages": [{"role": "robot", "content": "Hi"}]},
+    {"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": "x"}]}]},
+    {"top_logprobs": 21, "logprobs": True},
+    {"top_logprobs": 1},
+    {"modalities": ["text", "audio"]},
+    {"reasoning_effort": "utmost"},
+    {"chat_template_kwargs": {"chat_template": "{{ 9 ** 9 }}"}},
+    {"chat_template_kwargs": {"messages": []}},
+    {"tools": [{"type": "function"}]},
+    {"tools": [{"function": {"name": 'a"b'}}]},
+    {"tools": [{"function": {"name": "a", "parameters": [1]}}]},
+    {"tool_choice": "required"},
+    {"tool_choice": {"type": "function", "function": {"name": ["a"]}}},
+    {"tool_choice": {"type": "allowed_tools"}, "tools": [TOOL]},
+    {"regex": "a", "tools": [TOOL]},
+    {"response_format": {"type": "xml"}},
+    {"response_format": {"type": "json_schema", "json_schema": {}}},
+    {"regex": "a", "response_format": {"type": "json_object"}},
+    {
+        "response_format": {
+            "type": "json_schema",
+            "json_schema": {"schema": {"const": 2**53 + 1}},
         },
-    ),
+    },
 )
-def test_a_chat_is_refused(tiny: Served, fields: dict[str, Any]) -> None:
-    status, told = ask(tiny, "chat/completions", **fields)
-    assert status == 400 and told["error"]["param"] in fields
+RESPONSES: tuple[tuple[str, Any], ...] = (
+    ("previous_response_id", "resp_1"),
+    ("background", True),
+    ("truncation", "auto"),
+    ("input", [{"type": "image_generation_call"}]),
+    ("input", [{"role": "user", "content": [{"type": "input_image", "image_url": "x"}]}]),
+    ("input", [[["a"]]]),
+    ("input", []),
+    ("input", [{}] * 3),
+    ("text", {"format": [1]}),
+    ("text", {"verbosity": "low"}),
+    ("text", {"format": {"type": "json_schema"}}),
+    ("reasoning", {"effort": "deep"}),
+    ("reasoning", {"effort": {}}),
+    ("max_output_tokens", 0),
+    ("tools", {"a": 1}),
+    ("tools", [{"type": "function", "name": "f"}] * 3),
+    ("tool_choice", {"type": "function", "name": "f"}),
+    ("tool_choice", [[]]),
+)
+MESSAGES: tuple[tuple[str, Any], ...] = (
+    ("messages", [{"role": "user", "content": [{"type": "image", "source": {}}]}]),
+    ("messages", [{"role": "user", "content": [["a"]]}]),
+    ("messages", [{"role": "user"}]),
+    ("messages", [1]),
+    ("messages", [{"role": {}, "content": "a"}]),
+    ("system", [{"type": "image"}]),
+    ("tool_choice", {"type": []}),
+    ("tool_choice", {"type": "tool", "name": "f"}),
+    ("output_config", {"task_budget": 1}),
+    ("output_config", {"effort": []}),
+    ("output_config", {"effort": "deep"}),
+    ("mcp_servers", [{}]),
+    ("stop_sequences", [["a"]]),
+)
+# Fields, and what is said of them.
+OLLAMA_CHATS: tuple[tuple[dict[str, Any], str], ...] = (
+    ({"options": {"mirostat": 1}}, "options: mirostat is not known"),
+    ({"options": {"typical_p": 0.5}}, "options: typical_p is not known"),
+    ({"options": {"repeat_last_n": 64, "repeat_penalty": 1.1}}, "options: repeat_last_n is not"),
+    ({"options": {"temperature": 3}}, "options: temperature: 3.0; must be"),
+    ({"options": {"temperature": []}}, "options: temperature: "),
+    ({"options": {"top_k": -1}}, "options: top_k: "),
+    ({"format": "xml"}, "format: must be 'json'"),
+    ({"top_logprobs": 2}, "top_logprobs: only with logprobs"),
+    ({"messages": [USER | {"images": ["aaaa"]}]}, "messages: no images: the model sees none"),
+    ({"messages": [USER | {"images": {}}]}, "messages: images must be a list"),
+    ({"messages": [{"role": "assistant", "tool_calls": [{}]}]}, "messages: "),
+    ({"messages": 1}, "messages: "),
+    ({"messages": ""}, "messages: "),
+    ({"think": "deeply"}, "think: "),
+)
+OLLAMA_TEXTS: tuple[tuple[dict[str, Any], str], ...] = (
+    ({"template": "a"}, "template: not supported"),
+    ({"context": [3]}, "context: not supported"),
+    ({"raw": True, "system": "a"}, "system: not with raw or suffix"),
+    ({"suffix": "b"}, "suffix: the model fills no gaps"),
+    ({"suffix": "b", "think": True}, "think: not with raw or suffix"),
+    ({"raw": True, "options": {"num_predict": 0}}, "options: num_predict: 0; must be"),
+    ({"raw": True, "logprobs": True}, "logprobs: not with raw or suffix"),
+    ({"raw": True, "format": {"type": "no"}}, "format: "),
+)
+CASES = [
+    *(("/v1/completions", {name: value}, name) for name, value in COMPLETIONS),
+    *(("/v1/embeddings", {"input": value}, "input: ") for value in EMBEDDINGS),
+    *(("/v1/chat/completions", fields, next(iter(fields))) for fields in CHATS),
+    *(("/v1/responses", {name: value}, name) for name, value in RESPONSES),
+    *(
+        (f"/v1/messages{path}", {name: value}, f"{name}: ")
+        for name, value in MESSAGES
+        for path in ("", "/count_tokens")
+    ),
+    *(("/api/chat", fields, said) for fields, said in OLLAMA_CHATS),
+    *(("/api/generate", fields, said) for fields, said in OLLAMA_TEXTS),
+]
+
+
+@pytest.mark.parametrize(("path", "fields", "said"), CASES, ids=lambda value: str(value)[:30])
+def test_a_field_is_named(tiny: Served, path: str, fields: dict[str, Any], said: str) -> None:
+    """As the client wrote it, in the shape of its API."""
+    status, _, told = tiny.ask(path, BODIES[path] | fields)
+    error = told["error"]
+    message = error if path.startswith("/api/") else error["message"]
+    assert status == 400 and message.startswith(said), told
+    if path.startswith("/api/"):
+        assert told.keys() == {"error"}
+        return
+    assert error["type"] == "invalid_request_error"
+    if path.startswith("/v1/messages"):
+        assert told["type"] == "error"
+    else:
+        named = {"message", "type", "param", "code"}
+        assert error["param"] in fields and error.keys() == named
 
 
 def test_a_model_without_a_chat_template(tiny: Served) -> None:
-    status, told = ask(tiny, "chat/completions", messages=[USER])
+    status, _, told = tiny.ask("/v1/chat/completions", {"messages": [USER]})
     assert status == 400 and "no chat template" in told["error"]["message"]
 
 
 def test_routes(tiny: Served) -> None:
     """Those that are not there, and a method that is not."""
+    assert tiny.url.startswith("http://127.0.0.2:")
     assert tiny.ask("/v1/nothing")[0] == 404
+    for path in ("/api/pull", "/api/create"):
+        status, _, told = tiny.ask(path, {})
+        assert status == 404 and isinstance(told["error"], str)
     status, headers, told = tiny.ask("/v1/completions")
     assert (status, headers["allow"]) == (405, "POST") and "error" in told
 

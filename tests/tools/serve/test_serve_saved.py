@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from answered import answered, endless, pool
+from answered import Asked, answered, endless, pool
 from gguf_files import random_model
 from layer_models import SHARED, small
 from safetensors import safe_open
@@ -18,9 +18,7 @@ from serving import KEY, OTHER_KEY, serving
 
 from torch_metalmm import fuse_, load_gguf
 from torch_metalmm.hf.caches.pages import SLOTS
-from torch_metalmm.tools.chat.session import Options
 from torch_metalmm.tools.serve.batch import Batch
-from torch_metalmm.tools.serve.engine import Job
 from torch_metalmm.tools.serve.saved import SavedPrompts
 
 NEW = 5
@@ -41,10 +39,9 @@ def prompt(seed: int, count: int) -> list[int]:
 
 
 def ask(batch: Batch, ids: list[int], owner: bytes = b"") -> tuple[int, list[torch.Tensor]]:
-    told = list[Any]()
-    job = Job("", ids, Options(max_new_tokens=NEW), None, told.append, owner)
-    logits = answered(batch, [job])[id(job)]
-    return told[-1].kept_tokens, logits
+    job = Asked(ids, NEW, owner=owner)
+    answered(batch, job)
+    return job.finish.kept_tokens, job.logits
 
 
 def test_a_next_process_begins_where_prompts_did(either: Any, tmp_path: Path) -> None:

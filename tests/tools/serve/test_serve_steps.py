@@ -6,54 +6,51 @@ from typing import Any
 
 import pytest
 import torch
-from answered import run
+from answered import Asked, run
 
-from torch_metalmm.tools.chat.session import Options, Session
+from torch_metalmm.tools.chat.session import Session
 from torch_metalmm.tools.serve.batch import Batch
 from torch_metalmm.tools.serve.embedding import Embedder
-from torch_metalmm.tools.serve.engine import Finish, Job
+from torch_metalmm.tools.serve.engine import Runner
 from torch_metalmm.tools.serve.errors import ApiError
 from torch_metalmm.tools.serve.single import Single
+from torch_metalmm.tools.writing import Finish
 
 NEW = 12
 IDS = [3, 4, 5]
 
 
-def job(told: list[Any], ids: list[int] = IDS, **options: Any) -> Job:
-    return Job("", ids, Options(**{"max_new_tokens": NEW} | options), 1, told.append)
-
-
 @pytest.mark.parametrize("first", (True, False), ids=("first", "last"))
 def test_an_answer_whose_token_cannot_be_chosen(loaded: tuple[Any, Any], first: bool) -> None:
     """Its logits are infinite: it alone is told."""
-    bad, good = list[Any](), list[Any]()
-    jobs = [job(bad, temperature=1.0, repeat_penalty=1e-40), job(good)]
-    run(Batch(*loaded, 2), *(jobs if first else reversed(jobs)))
-    assert isinstance(bad[-1], RuntimeError) and len(bad) == 1
-    assert good[-1] == Finish("length", len(IDS), 0, NEW)
+    bad, good = Asked(IDS, NEW, temperature=1.0, repeat_penalty=1e-40), Asked(IDS, NEW)
+    run(Batch(*loaded, 2), *((bad, good) if first else (good, bad)))
+    assert isinstance(bad.told[-1], RuntimeError) and len(bad.told) == 1
+    assert good.finish == Finish("length", len(IDS), 0, NEW)
 
 
 def test_an_answer_that_fails_later(loaded: tuple[Any, Any]) -> None:
     """Telling it a piece may fail, too; the other's tokens are those it has alone."""
-    bad, good, alone = list[Any](), list[Any](), list[Any]()
+    bad, good, alone = Asked([5, 6, 7, 8], NEW), Asked(IDS, NEW), Asked(IDS, NEW)
 
     def tell(what: Any) -> None:
-        bad.append(what)
-        if len(bad) == 1:
+        bad.told.append(what)
+        if len(bad.told) == 1:
             raise RuntimeError("no more")
 
+    bad.tell = tell
     batch = Batch(*loaded, 2)
-    run(batch, Job("", [5, 6, 7, 8], Options(max_new_tokens=NEW), 1, tell), job(good))
-    run(Batch(*loaded, 1), job(alone))
-    assert isinstance(bad[1], RuntimeError) and len(bad) == 2
-    assert good == alone and not batch.is_busy()
+    run(batch, bad, good)
+    run(Batch(*loaded, 1), alone)
+    assert isinstance(bad.told[1], RuntimeError) and len(bad.told) == 2
+    assert good.told == alone.told and not batch.is_busy()
 
 
 def test_a_prompt_that_cannot_be_read(loaded: tuple[Any, Any]) -> None:
-    bad, good = list[Any](), list[Any]()
-    run(Batch(*loaded, 2), job(good), job(bad, [1 << 30]))
-    assert isinstance(bad[0], Exception) and len(bad) == 1
-    assert good[-1] == Finish("length", len(IDS), 0, NEW)
+    bad, good = Asked([1 << 30], NEW), Asked(IDS, NEW)
+    run(Batch(*loaded, 2), good, bad)
+    assert isinstance(bad.told[0], Exception) and len(bad.told) == 1
+    assert good.finish == Finish("length", len(IDS), 0, NEW)
 
 
 def test_a_step_that_fails_is_told(
@@ -64,24 +61,23 @@ def test_a_step_that_fails_is_told(
     def fail(*_: Any) -> Any:
         raise MemoryError
 
-    batch, told = Batch(*loaded, 2), (list[Any](), list[Any]())
-    batch.take(job(told[0]))
-    batch.take(job(told[1]))
+    batch, jobs = Batch(*loaded, 2), (Asked(IDS, NEW), Asked(IDS, NEW))
+    for job in jobs:
+        batch.take(job)
     with torch.inference_mode():
         batch.step()
         monkeypatch.setattr(batch, "_forward", fail)
         with pytest.raises(MemoryError) as error:
             batch.step()
     batch.fail(error.value)
-    for found in told:
-        assert [what for what in found if not isinstance(what, str)] == [error.value]
+    for job in jobs:
+        assert [what for what in job.told if not isinstance(what, str)] == [error.value]
     assert batch.room() == 2
 
 
 def test_clients_that_left_behind_a_long_prompt(loaded: tuple[Any, Any]) -> None:
-    batch, told = Batch(*loaded, 3), list[Any]()
-    gone = [job(told), job(told)]
-    for given in (job(told, IDS * 400), *gone):
+    batch, gone = Batch(*loaded, 3), [Asked(IDS, NEW), Asked(IDS, NEW)]
+    for given in (Asked(IDS * 400, NEW), *gone):
         batch.take(given)
     for given in gone:
         given.is_cancelled = True
@@ -92,12 +88,9 @@ def test_clients_that_left_behind_a_long_prompt(loaded: tuple[Any, Any]) -> None
 
 def test_an_answer_has_its_place_when_its_first_token_is_told(loaded: tuple[Any, Any]) -> None:
     """Another thread may look at that moment."""
-    batch, seen = Batch(*loaded, 2), list[tuple[bool, int]]()
-
-    def tell(_: Any) -> None:
-        seen.append((batch.is_busy(), batch.room()))
-
-    run(batch, Job("", IDS, Options(max_new_tokens=NEW), 1, tell))
+    batch, seen, job = Batch(*loaded, 2), list[tuple[bool, int]](), Asked(IDS, NEW)
+    job.tell = lambda _: seen.append((batch.is_busy(), batch.room()))
+    run(batch, job)
     assert len(seen) > 2 and set(seen) == {(True, 1)}
     assert batch.room() == 2
 
@@ -110,13 +103,12 @@ def test_owners(
     monkeypatch.setattr(loaded[0].config, "max_position_embeddings", 256)
     runner: Any = Batch(*loaded, 1)
     if kind == "single":
-        runner = Single(Session(*loaded, Options()))
+        runner = Single(Session(*loaded))
     ids, kept = [3 + i % 60 for i in range(200)], list[int]()
     for owner in (b"a", b"a", b"ab", b"", b""):
-        told = list[Any]()
-        run(runner, Job("", ids, Options(max_new_tokens=2), None, told.append, owner))
-        assert isinstance(told[-1], Finish)
-        kept.append(told[-1].kept_tokens)
+        job = Asked(ids, 2, owner=owner)
+        run(runner, job)
+        kept.append(job.finish.kept_tokens)
     assert kept == [0, most, 0, 0, most]
 
 
@@ -126,16 +118,25 @@ def test_the_repetition_penalty(
 ) -> None:
     """The request's, else the model's, whichever runner there is."""
     model, tokenizer = loaded
-    plain = list[Any]()
-    run(Batch(model, tokenizer, 1), job(plain))
+    plain = Asked(IDS, NEW)
+    run(Batch(model, tokenizer, 1), plain)
     monkeypatch.setattr(model.generation_config, "repetition_penalty", 1.7)
     texts = []
-    for runner in (Batch(*loaded, 1), Single(Session(*loaded, Options()))):
-        told = list[Any]()
-        run(runner, job(told, repeat_penalty=asked))
-        texts.append("".join(what for what in told if isinstance(what, str)))
+    for runner in (Batch(*loaded, 1), Single(Session(*loaded))):
+        job = Asked(IDS, NEW, repeat_penalty=asked)
+        run(runner, job)
+        texts.append("".join(job.texts))
     assert texts[0] == texts[1]
-    assert (texts[0] == "".join(map(str, plain[:-1]))) == (asked is not None)
+    assert (texts[0] == "".join(plain.texts)) == (asked is not None)
+
+
+def test_the_string_that_ends_an_answer_is_named(runner: Runner) -> None:
+    whole = Asked(IDS, NEW)
+    run(runner, whole)
+    stop = "".join(whole.texts)[2:4]
+    job = Asked(IDS, NEW, stops=[stop])
+    run(runner, job)
+    assert len(stop) == 2 and (job.finish.reason, job.finish.stop) == ("stop", stop)
 
 
 def test_embeddings_of_too_many_tokens(loaded: tuple[Any, Any]) -> None:
