@@ -44,21 +44,6 @@ def arguments() -> dict[str, Tensor]:
     }
 
 
-Call = Callable[[Any], Any]
-
-
-@dataclass
-class Case:
-    """A bad call, and what its error must say: regular expressions, in order."""
-
-    call: Call
-    argument: str
-    given: str
-    allowed: str
-    error: type[Exception] = ValueError
-    data: bool = False  # the values are at fault, which a fake cannot see
-
-
 Good = tuple[Any, tuple[Any, ...], dict[str, Any]]
 
 
@@ -67,35 +52,66 @@ def good(op: Any, *args: Any, **kwargs: Any) -> Good:
     return op, args, kwargs
 
 
-def bad(op: Any, fitting: Callable[[Any], dict[str, Any]]) -> Callable[..., Call]:
-    """A maker of calls: fitting arguments but for changes, which are values or functions of t."""
+@dataclass(frozen=True)
+class Case:
+    """A bad call of an op, and what its error must say: regular expressions, in order."""
 
-    def changed(**changes: Any) -> Call:
-        def call(t: Any) -> Any:
-            return op(**fitting(t) | {k: v(t) if callable(v) else v for k, v in changes.items()})
+    of: Fitting
+    changes: dict[str, Any]  # of fitting arguments: values, or functions of arguments()
+    argument: str
+    given: str
+    allowed: str
+    error: type[Exception]
+    data: bool  # the values are at fault, which a fake cannot see
+    nearest: tuple[int, ...]  # ids that a device takes, which is not waited for to see others
 
-        return call
+    def call(self, t: Any) -> Any:
+        made = {k: v(t) if callable(v) else v for k, v in self.changes.items()}
+        return self.of.op(**self.of.given(t) | made)
 
-    return changed
+
+def bad(
+    argument: str, value: Any, given: str, allowed: str, *, says: str = "",
+    error: type[Exception] = ValueError, data: bool = False, nearest: tuple[int, ...] = (),
+    **others: Any,
+) -> Callable[[Fitting], Case]:  # fmt: skip
+    """A case of a bad argument, and of others that change with it. says: the one that the error
+    names, where that is another."""
+    rest = (says or argument, given, allowed, error, data or bool(nearest), nearest)
+    return lambda of: Case(of, {argument: value} | others, *rest)
 
 
-linear = bad(ops.linear, lambda t: dict(x=t.x, weight=t.w, bias=None, format="q4_0"))
-gemm = bad(ops.gemm, lambda t: dict(x=t.x, weight=t.w, format="q4_0"))
-gemv = bad(ops.gemv, lambda t: dict(x=t.x[0], weight=t.w, format="q4_0"))
-swiglu = bad(
+@dataclass(frozen=True)
+class Fitting:
+    """An op, and a function of arguments() that gives it good ones."""
+
+    op: Any
+    given: Callable[[Any], dict[str, Any]]
+
+    def refuses(self, *cases: Callable[[Fitting], Case]) -> dict[str, Case]:
+        """{label: case}"""
+        name = self.op._qualified_op_name.removeprefix("metalmm::")
+        made = [case(self) for case in cases]
+        return {f"{name}, {', '.join(one.changes)}, {i}": one for i, one in enumerate(made)}
+
+
+linear = Fitting(ops.linear, lambda t: dict(x=t.x, weight=t.w, bias=None, format="q4_0"))
+gemm = Fitting(ops.gemm, lambda t: dict(x=t.x, weight=t.w, format="q4_0"))
+gemv = Fitting(ops.gemv, lambda t: dict(x=t.x[0], weight=t.w, format="q4_0"))
+swiglu = Fitting(
     ops.swiglu,
     lambda t: dict(x=t.x, gate_weight=t.w, up_weight=t.w, format_gate="q4_0", format_up="q4_0"),
 )
-swiglu_linear = bad(
+swiglu_linear = Fitting(
     ops.swiglu_linear, lambda t: dict(gate=t.x, up=t.x, weight=t.w, bias=None, format="q4_0")
 )
-input_grad = bad(
+input_grad = Fitting(
     ops.linear_input_grad, lambda t: dict(grad=t.c, weight=t.w, format="q4_0", in_features=K)
 )
-probe = bad(ops.probe, lambda t: dict(x=t.x, x2=t.x, op="add"))
-dequantize = bad(ops.dequantize, lambda t: dict(weight=t.w, format="q4_0"))
-embedding = bad(ops.embedding, lambda t: dict(ids=t.ids, weight=t.w, format="q4_0"))
-quantize = bad(ops.quantize, lambda t: dict(w=t.x, format="q4_0"))
+probe = Fitting(ops.probe, lambda t: dict(x=t.x, x2=t.x, op="add"))
+dequantize = Fitting(ops.dequantize, lambda t: dict(weight=t.w, format="q4_0"))
+embedding = Fitting(ops.embedding, lambda t: dict(ids=t.ids, weight=t.w, format="q4_0"))
+quantize = Fitting(ops.quantize, lambda t: dict(w=t.x, format="q4_0"))
 
 
 def rows_of(name: str, bytes_given: int, k: int) -> tuple[str, str]:
@@ -103,121 +119,113 @@ def rows_of(name: str, bytes_given: int, k: int) -> tuple[str, str]:
 
 
 CASES = {
-    # x
-    "x int": Case(linear(x=lambda t: t.x.int()), "x", "int|Int", "float32, float16, bfloat16"),
-    "x f64": Case(linear(x=lambda t: t.x.double()), "x", "float64|Double", ", ".join(TYPES)),
-    "x 0-dim": Case(linear(x=lambda t: t.x[0, 0]), "x", "dimension", r"\[\.\.\., K\]"),
-    "x K": Case(linear(x=lambda t: t.x[:, :32]), "weight", *rows_of("q4_0", 36, 32)),
-    "x K block": Case(linear(x=lambda t: t.x[:, :40]), "weight", "K = 40", "32 values"),
-    "x K block affine": Case(
-        linear(x=lambda t: t.x[:, :32], format="affine4_g64"), "weight", "K = 32", "64 values"
+    **linear.refuses(
+        bad("x", lambda t: t.x.int(), "int|Int", "float32, float16, bfloat16"),
+        bad("x", lambda t: t.x.double(), "float64|Double", ", ".join(TYPES)),
+        bad("x", lambda t: t.x[0, 0], "dimension", r"\[\.\.\., K\]"),
+        bad("x", lambda t: t.x[:, :32], *rows_of("q4_0", 36, 32), says="weight"),
+        bad("x", lambda t: t.x[:, :40], "K = 40", "32 values", says="weight"),
+        bad("x", lambda t: t.x[:, :32], "K = 32", "64 values", says="weight", format="affine4_g64"),
+        bad("weight", lambda t: t.w.char(), "int8|Char", "uint8"),
+        bad("weight", lambda t: t.dense, "[Ff]loat", "uint8"),
+        bad("weight", lambda t: t.dense, "[Ff]loat", "uint8", format="f16"),
+        bad("weight", lambda t: t.w[:, :-1], *rows_of("q4_0", 35, K)),
+        bad("format", "q8_0", *rows_of("q8_0", 36, K), says="weight"),
+        bad("weight", lambda t: t.dense[:, 1:], rf"\[{N}, 63\]", "64", format="f32"),
+        bad("weight", lambda t: t.w[0], r"\[36\]", r"\[N, row_bytes\]"),
+        bad("weight", lambda t: t.w[None], r"\[1, 5, 36\]", "N, row_b"),
+        bad("format", "q9_0", "'q9_0'", "q4_0.*affine8_g128_f32"),
+        bad("format", "", "''", "f32, f16"),
+        bad("strategy", "fast", "'fast'", "gemv"),
+        bad("bias", lambda t: t.bias[1:], r"\[4\]", rf"\[{N}\]"),
+        bad("bias", lambda t: t.bias[None], r"\[1, 5\]", rf"\[{N}\]"),
+        bad("bias", lambda t: t.bias.int(), "int32|Int", ", ".join(TYPES)),
+        bad("bias", lambda t: t.bias.double(), "float64|Double", "float32"),
     ),
-    # weight
-    "weight dtype": Case(linear(weight=lambda t: t.w.char()), "weight", "int8|Char", "uint8"),
-    "weight f32 as q4_0": Case(linear(weight=lambda t: t.dense), "weight", "[Ff]loat", "uint8"),
-    "weight f32 as f16": Case(
-        linear(weight=lambda t: t.dense, format="f16"), "weight", "[Ff]loat", "uint8"
+    **gemm.refuses(
+        bad("c", lambda t: t.c[1:], r"\[2, 5\]", r"\[3, 5\]", beta=1.0),
+        bad("c", lambda t: t.bias, r"\[5\]", r"\[3, 5\]", beta=1.0),
+        bad("c", lambda t: t.c.long(), "int64|Long", "float32", beta=1.0),
+        bad("beta", 0.5, "miss", "0.5", says="c"),
+        bad("alpha", 1e300, r"1e\+300", "finite as f32"),
+        bad("x", lambda t: t.x[0], r"\[64\]", "2 dim"),
+        bad("x", lambda t: t.x[None], r"\[1, 3, 64\]", "2 dim"),
+        bad("softcap", -2.0, "-2", "above 0"),
+        bad("strategy", "x", "'x'", "gemv"),
     ),
-    "weight row": Case(linear(weight=lambda t: t.w[:, :-1]), "weight", *rows_of("q4_0", 35, K)),
-    "weight of another format": Case(linear(format="q8_0"), "weight", *rows_of("q8_0", 36, K)),
-    "weight dense K": Case(
-        linear(weight=lambda t: t.dense[:, 1:], format="f32"), "weight", rf"\[{N}, 63\]", "64"
+    **gemv.refuses(
+        bad("c", lambda t: t.c, r"\[3, 5\]", r"\[5\]", beta=1.0),
+        bad("beta", -1e39, r"-1e\+39", "finite as", c=lambda t: t.bias),
+        bad("x", lambda t: t.x, r"\[3, 64\]", "1 dim"),
     ),
-    "weight 1-D": Case(linear(weight=lambda t: t.w[0]), "weight", r"\[36\]", r"\[N, row_bytes\]"),
-    "weight 3-D": Case(linear(weight=lambda t: t.w[None]), "weight", r"\[1, 5, 36\]", "N, row_b"),
-    # format, strategy
-    "format": Case(linear(format="q9_0"), "format", "'q9_0'", "q4_0.*affine8_g128_f32"),
-    "format empty": Case(linear(format=""), "format", "''", "f32, f16"),
-    "strategy": Case(linear(strategy="fast"), "strategy", "'fast'", "gemv"),
-    # bias
-    "bias shape": Case(linear(bias=lambda t: t.bias[1:]), "bias", r"\[4\]", rf"\[{N}\]"),
-    "bias 2-D": Case(linear(bias=lambda t: t.bias[None]), "bias", r"\[1, 5\]", rf"\[{N}\]"),
-    "bias int": Case(linear(bias=lambda t: t.bias.int()), "bias", "int32|Int", ", ".join(TYPES)),
-    "bias f64": Case(linear(bias=lambda t: t.bias.double()), "bias", "float64|Double", "float32"),
-    # gemm, gemv
-    "c shape": Case(gemm(c=lambda t: t.c[1:], beta=1.0), "c", r"\[2, 5\]", r"\[3, 5\]"),
-    "c not broadcast": Case(gemm(c=lambda t: t.bias, beta=1.0), "c", r"\[5\]", r"\[3, 5\]"),
-    "c shape of gemv": Case(gemv(c=lambda t: t.c, beta=1.0), "c", r"\[3, 5\]", r"\[5\]"),
-    "c dtype": Case(gemm(c=lambda t: t.c.long(), beta=1.0), "c", "int64|Long", "float32"),
-    "beta without c": Case(gemm(beta=0.5), "c", "miss", "0.5"),
-    "alpha beyond f32": Case(gemm(alpha=1e300), "alpha", r"1e\+300", "finite as f32"),
-    "beta beyond f32": Case(gemv(c=lambda t: t.bias, beta=-1e39), "beta", r"-1e\+39", "finite as"),
-    "gemv of a matrix": Case(gemv(x=lambda t: t.x), "x", r"\[3, 64\]", "1 dim"),
-    "gemm of a vector": Case(gemm(x=lambda t: t.x[0]), "x", r"\[64\]", "2 dim"),
-    "gemm of 3-D": Case(gemm(x=lambda t: t.x[None]), "x", r"\[1, 3, 64\]", "2 dim"),
-    "gemm softcap": Case(gemm(softcap=-2.0), "softcap", "-2", "above 0"),
-    "gemm strategy": Case(gemm(strategy="x"), "strategy", "'x'", "gemv"),
-    # swiglu, swiglu_linear
-    "gate_weight": Case(swiglu(gate_weight=lambda t: t.w[:, 1:]), "gate_weight", "35", "36"),
-    "up_weight": Case(swiglu(up_weight=lambda t: t.w[:, 1:]), "up_weight", "35", "36"),
-    "up_weight rows": Case(swiglu(up_weight=lambda t: t.w[1:]), "up_weight", "4 rows", "5"),
-    "format_up": Case(swiglu(format_up="no"), "format", "'no'", "q4_0"),
-    "gate dtype": Case(swiglu_linear(gate=lambda t: t.x.int()), "gate", "int|Int", "float32"),
-    "up shape": Case(swiglu_linear(up=lambda t: t.x[1:]), "up", r"\[2, 64\]", r"\[3, 64\]"),
-    "up dtype": Case(swiglu_linear(up=lambda t: t.x.int()), "up", "int|Int", "float32"),
-    "swiglu_linear bias": Case(swiglu_linear(bias=lambda t: t.c), "bias", r"\[3, 5\]", r"\[5\]"),
-    # linear_input_grad
-    "grad": Case(input_grad(grad=lambda t: t.c[:, 1:]), "grad", "size 4", "5 rows"),
-    "grad in_features": Case(input_grad(in_features=32), "weight", *rows_of("q4_0", 36, 32)),
-    # probe
-    "probe dtype": Case(
-        probe(x=lambda t: t.x.int(), x2=lambda t: t.x.int()), "x", "int|Int", "float32"
+    **swiglu.refuses(
+        bad("gate_weight", lambda t: t.w[:, 1:], "35", "36"),
+        bad("up_weight", lambda t: t.w[:, 1:], "35", "36"),
+        bad("up_weight", lambda t: t.w[1:], "4 rows", "5"),
+        bad("format_up", "no", "'no'", "q4_0", says="format"),
     ),
-    "probe shape": Case(probe(x2=lambda t: t.x[1:]), "x2", r"\[2, 64\]", r"\[3, 64\]"),
-    "probe x2 dtype": Case(probe(x2=lambda t: t.x.half(), op="mul"), "x2", "Half|16", "Float|32"),
-    "probe op": Case(probe(op="pow"), "op", "'pow'", "add, sub, mul, div, dot"),
-    # dequantize, embedding
-    "dequantize in_features": Case(dequantize(in_features=96), "weight", *rows_of("q4_0", 36, 96)),
-    "dequantize negative": Case(dequantize(in_features=-32), "weight", "-32", "32"),
-    "dequantize row": Case(dequantize(weight=lambda t: t.w[:, 1:]), "weight", "35", "q4_0"),
-    "dequantize 1-D": Case(dequantize(weight=lambda t: t.w[0]), "weight", r"\[36\]", "N, row"),
-    "dequantize dtype": Case(dequantize(dtype=torch.int8), "dtype", "int8|Char", "float32"),
-    "dequantize ambiguous": Case(
-        dequantize(weight=lambda t: t.wide, format="affine2_g32"),
-        "in_features",
-        "96 or 128",
-        "which",
+    **swiglu_linear.refuses(
+        bad("gate", lambda t: t.x.int(), "int|Int", "float32"),
+        bad("up", lambda t: t.x[1:], r"\[2, 64\]", r"\[3, 64\]"),
+        bad("up", lambda t: t.x.int(), "int|Int", "float32"),
+        bad("bias", lambda t: t.c, r"\[3, 5\]", r"\[5\]"),
     ),
-    "embedding ambiguous": Case(
-        embedding(weight=lambda t: t.wide, format="affine2_g32"),
-        "in_features",
-        "96 or 128",
-        "which",
+    **input_grad.refuses(
+        bad("grad", lambda t: t.c[:, 1:], "size 4", "5 rows"),
+        bad("in_features", 32, *rows_of("q4_0", 36, 32), says="weight"),
     ),
-    "embedding row": Case(embedding(in_features=32), "weight", *rows_of("q4_0", 36, 32)),
-    "embedding dtype": Case(embedding(dtype=torch.float64), "dtype", "float64|Double", "float32"),
-    "ids dtype": Case(embedding(ids=lambda t: t.ids.float()), "ids", "float|Float", "int64, int32"),
-    "ids bool": Case(embedding(ids=lambda t: t.ids.bool()), "ids", "bool|Bool", "int64, int32"),
-    "embedding scale": Case(
-        embedding(scale=lambda t: t.bias[1:]), "scale", r"\[4\]", "one value or 5, one for each row"
+    **probe.refuses(
+        bad("x", lambda t: t.x.int(), "int|Int", "float32", x2=lambda t: t.x.int()),
+        bad("x2", lambda t: t.x[1:], r"\[2, 64\]", r"\[3, 64\]"),
+        bad("x2", lambda t: t.x.half(), "Half|16", "Float|32", op="mul"),
+        bad("op", "pow", "'pow'", "add, sub, mul, div, dot"),
     ),
-    "ids too large": Case(
-        embedding(ids=lambda t: t.ids + 1), "ids", "5", "5 rows", IndexError, True
+    **dequantize.refuses(
+        bad("in_features", 96, *rows_of("q4_0", 36, 96), says="weight"),
+        bad("in_features", -32, "-32", "32", says="weight"),
+        bad("weight", lambda t: t.w[:, 1:], "35", "q4_0"),
+        bad("weight", lambda t: t.w[0], r"\[36\]", "N, row"),
+        bad("dtype", torch.int8, "int8|Char", "float32"),
+        bad(
+            "weight",
+            lambda t: t.wide,
+            "96 or 128",
+            "which",
+            says="in_features",
+            format="affine2_g32",
+        ),
     ),
-    "ids negative": Case(
-        embedding(ids=lambda t: t.ids.int() - 1), "ids", "-1", "5 rows", IndexError, True
+    **embedding.refuses(
+        bad(
+            "weight",
+            lambda t: t.wide,
+            "96 or 128",
+            "which",
+            says="in_features",
+            format="affine2_g32",
+        ),
+        bad("in_features", 32, *rows_of("q4_0", 36, 32), says="weight"),
+        bad("dtype", torch.float64, "float64|Double", "float32"),
+        bad("ids", lambda t: t.ids.float(), "float|Float", "int64, int32"),
+        bad("ids", lambda t: t.ids.bool(), "bool|Bool", "int64, int32"),
+        bad("scale", lambda t: t.bias[1:], r"\[4\]", "one value or 5, one for each row"),
+        bad("ids", lambda t: t.ids + 1, "5", "5 rows", error=IndexError, nearest=(1, 4)),
+        bad("ids", lambda t: t.ids.int() - 1, "-1", "5 rows", error=IndexError, nearest=(0, 3)),
+        bad("weight", lambda t: t.w[:0], "2 of", "0 rows", says="ids", error=IndexError),
+        bad(
+            "ids", lambda t: t.ids + 2**32, "4294967296", "5 rows", error=IndexError, nearest=(4, 4)
+        ),
     ),
-    "ids of an empty table": Case(
-        embedding(weight=lambda t: t.w[:0]), "ids", "2 of", "0 rows", IndexError
+    **quantize.refuses(
+        bad("w", lambda t: t.nan, "row 2", "NaN", data=True),
+        bad("w", lambda t: t.inf, "row 1", "Inf", data=True, format="affine4_g32"),
+        bad("w", lambda t: t.inf.half(), "row 1", "", data=True, format="q8_0"),
+        bad("w", lambda t: t.w, "uint8|Byte", "float32"),
+        bad("w", lambda t: t.x.double(), "float64|Double", ", ".join(TYPES)),
+        bad("w", lambda t: t.x[0], r"\[64\]", r"\[N, K\]"),
+        bad("w", lambda t: t.x[None], r"\[1, 3, 64\]", "N, K"),
+        bad("w", lambda t: t.x[0, 0], "dimension|shape", "K"),
+        bad("w", lambda t: t.x[:, :40], "K = 40", "32 values"),
+        bad("format", "int4", "'int4'", "q4_0, q4_1"),
     ),
-    "ids beyond int32": Case(
-        embedding(ids=lambda t: t.ids + 2**32), "ids", "4294967296", "5 rows", IndexError, True
-    ),
-    # quantize
-    "quantize NaN": Case(quantize(w=lambda t: t.nan), "w", "row 2", "NaN", data=True),
-    "quantize Inf": Case(
-        quantize(w=lambda t: t.inf, format="affine4_g32"), "w", "row 1", "Inf", data=True
-    ),
-    "quantize Inf f16": Case(
-        quantize(w=lambda t: t.inf.half(), format="q8_0"), "w", "row 1", "", data=True
-    ),
-    "quantize dtype": Case(quantize(w=lambda t: t.w), "w", "uint8|Byte", "float32"),
-    "quantize f64": Case(
-        quantize(w=lambda t: t.x.double()), "w", "float64|Double", ", ".join(TYPES)
-    ),
-    "quantize 1-D": Case(quantize(w=lambda t: t.x[0]), "w", r"\[64\]", r"\[N, K\]"),
-    "quantize 3-D": Case(quantize(w=lambda t: t.x[None]), "w", r"\[1, 3, 64\]", "N, K"),
-    "quantize 0-dim": Case(quantize(w=lambda t: t.x[0, 0]), "w", "dimension|shape", "K"),
-    "quantize K": Case(quantize(w=lambda t: t.x[:, :40]), "w", "K = 40", "32 values"),
-    "quantize format": Case(quantize(format="int4"), "format", "'int4'", "q4_0, q4_1"),
 }

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import torch
-from error_cases import Case, Good, bad, good
+from error_cases import Fitting, Good, bad, good
 from inputs import activations, random_weight
 
 ops = torch.ops.metalmm
@@ -57,7 +57,7 @@ def cache_calls(dtype: torch.dtype) -> dict[str, Good]:
 
 
 # 2 heads of 32 values and 3 queries over 3 rows of a key head.
-attend = bad(
+attend = Fitting(
     ops.attention,
     lambda t: dict(
         q=t.x.view(1, 3, 2, 32).transpose(1, 2), format_k="q4_0", format_v="q4_0",
@@ -66,7 +66,7 @@ attend = bad(
     ),
 )  # fmt: skip
 # One head of q, of k and of v, 16 values each, into 5 slots of f32.
-append = bad(
+append = Fitting(
     ops.rope_append,
     lambda t: dict(
         qkv=t.x[None, :, :48], cos=t.x[None, :, :8], sin=t.x[None, :, 8:16], heads=1, kv_heads=1,
@@ -75,7 +75,7 @@ append = bad(
     ),
 )  # fmt: skip
 # k and v of 2 heads and 3 positions, 32 values each, into 5 slots of q4_0.
-store = bad(
+store = Fitting(
     ops.cache_append,
     lambda t: dict(
         keys=t.w[None, None, :, :18].repeat(1, 2, 1, 1), k=t.x.view(1, 3, 2, 32).transpose(1, 2),
@@ -86,112 +86,67 @@ store = bad(
 
 
 CACHE_CASES = {
-    "store keys": Case(store(keys=lambda t: t.w), "keys", r"\[5, 36\]", r"\[B"),
-    "store values": Case(
-        store(values=lambda t: t.w[None, None, :4, :18].repeat(1, 2, 1, 1)), "values", "4, 18", "5"
+    **store.refuses(
+        bad("keys", lambda t: t.w, r"\[5, 36\]", r"\[B"),
+        bad("values", lambda t: t.w[None, None, :4, :18].repeat(1, 2, 1, 1), "4, 18", "5"),
+        bad("k", lambda t: t.x.view(1, 3, 4, 16).transpose(1, 2), r"32\]", r"16\]", says="v"),
+        bad("v", lambda t: t.x.view(1, 1, 6, 32), "1, 6, 32", "2, 3, 32"),
+        bad("slots", lambda t: torch.arange(2).to(t.x.device), "2", "k has 3"),
+        bad("slots", lambda t: t.ids.int(), "int|Int", "int64"),
+        bad("format_k", "q8_0", "18", "q8_0 has 34 bytes", says="keys"),
+        bad("format_v", "q9", "'q9'", "q4_0", says="format"),
     ),
-    "store k": Case(
-        store(k=lambda t: t.x.view(1, 3, 4, 16).transpose(1, 2)), "v", r"32\]", r"16\]"
-    ),
-    "store v": Case(store(v=lambda t: t.x.view(1, 1, 6, 32)), "v", "1, 6, 32", "2, 3, 32"),
-    "store slots": Case(
-        store(slots=lambda t: torch.arange(2).to(t.x.device)), "slots", "2", "k has 3"
-    ),
-    "store slots dtype": Case(store(slots=lambda t: t.ids.int()), "slots", "int|Int", "int64"),
-    "store row": Case(store(format_k="q8_0"), "keys", "18", "q8_0 has 34 bytes"),
-    "store format": Case(store(format_v="q9"), "format", "'q9'", "q4_0"),
-    "append qkv": Case(append(qkv=lambda t: t.x), "qkv", r"\[3, 64\]", r"\[B, S"),
-    "append heads": Case(append(heads=3), "qkv", "48", "5 heads"),
-    "append kv_heads": Case(
-        append(kv_heads=2, qkv=lambda t: t.x.repeat(1, 2)[None, :, :80]),
-        "qkv",
-        r"\[1, 2\]",
-        r"\[1, 1\]",
-    ),
-    "append cos": Case(append(cos=lambda t: t.x[:, :8]), "cos", r"\[3, 8\]", r"\[B or 1"),
-    "append batch": Case(
-        append(
-            keys=lambda t: torch.ones(2, 1, 5, 16).to(t.x.device),
+    **append.refuses(
+        bad("qkv", lambda t: t.x, r"\[3, 64\]", r"\[B, S"),
+        bad("heads", 3, "48", "5 heads", says="qkv"),
+        bad("qkv", lambda t: t.x.repeat(1, 2)[None, :, :80], r"\[1, 2\]", r"\[1, 1\]", kv_heads=2),
+        bad("cos", lambda t: t.x[:, :8], r"\[3, 8\]", r"\[B or 1"),
+        bad(
+            "keys",
+            lambda t: torch.ones(2, 1, 5, 16).to(t.x.device),
+            r"\[1, 1\]",
+            r"\[2, 1\]",
+            says="qkv",
             values=lambda t: torch.ones(2, 1, 5, 16).to(t.x.device),
         ),
-        "qkv",
-        r"\[1, 1\]",
-        r"\[2, 1\]",
+        bad("keys", lambda t: t.w[None, None], r"\[1, 1, 5, 36\]", "64"),
+        bad("values", lambda t: t.w.float()[None, None, 1:, :16], r"\[1, 1, 4, 16\]", "keys are"),
+        bad("format_v", "q9", "'q9'", "q4_0", says="format"),
+        bad("format_k", "q8_0", "K = 16", "32 values", says="keys"),
+        bad("slots", lambda t: torch.arange(2).to(t.x.device), "2", "3 rows"),
+        bad("slots", lambda t: torch.arange(3).int().to(t.x.device), "Int|32", "int64"),
+        bad("q_norm", lambda t: t.bias, r"\[5\]", r"\[16\]"),
+        bad("v", lambda t: t.x[None], "3, 64", r"\[1, 3, 16\]", qkv=lambda t: t.x[None, :, :32]),
     ),
-    "append keys": Case(append(keys=lambda t: t.w[None, None]), "keys", r"\[1, 1, 5, 36\]", "64"),
-    "append values": Case(
-        append(values=lambda t: t.w.float()[None, None, 1:, :16]),
-        "values",
-        r"\[1, 1, 4, 16\]",
-        "keys are",
-    ),
-    "append format": Case(append(format_v="q9"), "format", "'q9'", "q4_0"),
-    "append block": Case(append(format_k="q8_0"), "keys", "K = 16", "32 values"),
-    "append slots": Case(
-        append(slots=lambda t: torch.arange(2).to(t.x.device)), "slots", "2", "3 rows"
-    ),
-    "append slots dtype": Case(
-        append(slots=lambda t: torch.arange(3).int().to(t.x.device)), "slots", "Int|32", "int64"
-    ),
-    "append q_norm": Case(append(q_norm=lambda t: t.bias), "q_norm", r"\[5\]", r"\[16\]"),
-    "append v": Case(
-        append(v=lambda t: t.x[None], qkv=lambda t: t.x[None, :, :32]),
-        "v",
-        "3, 64",
-        r"\[1, 3, 16\]",
-    ),
-    "attention q": Case(attend(q=lambda t: t.x), "q", r"\[3, 64\]", r"\[B, heads, S, D\]"),
-    "attention q dtype": Case(
-        attend(q=lambda t: t.x.view(1, 2, 3, 32).double()), "q", "float64|Double", "float32"
-    ),
-    "attention batch": Case(
-        attend(q=lambda t: t.x.view(2, 1, 3, 32)), "q", r"\[2, 1, 3, 32\]", "1 sequences"
-    ),
-    "attention heads": Case(
-        attend(
-            keys=lambda t: t.w[:3, :18].view(1, 3, 1, 18),
+    **attend.refuses(
+        bad("q", lambda t: t.x, r"\[3, 64\]", r"\[B, heads, S, D\]"),
+        bad("q", lambda t: t.x.view(1, 2, 3, 32).double(), "float64|Double", "float32"),
+        bad("q", lambda t: t.x.view(2, 1, 3, 32), r"\[2, 1, 3, 32\]", "1 sequences"),
+        bad(
+            "keys",
+            lambda t: t.w[:3, :18].view(1, 3, 1, 18),
+            "2 heads",
+            "multiple of the 3",
+            says="q",
             values=lambda t: t.w[:3, 18:].reshape(1, 3, 1, 18),
         ),
-        "q",
-        "2 heads",
-        "multiple of the 3",
+        bad("keys", lambda t: t.w[None, None], r"\[1, 1, 5, 36\]", "18 bytes"),
+        bad("values", lambda t: t.w[None, None, 1:, 18:], r"\[1, 1, 4, 18\]", "keys are"),
+        bad("format_v", "q9", "'q9'", "q4_0", says="format"),
+        bad("format_k", "q4_k", "K = 32", "256 values", says="keys"),
+        bad("length", lambda t: torch.tensor([3]).to(t.x.device), r"\[1\]", r"int64 \[\]"),
+        bad("length", lambda t: torch.tensor(3.0).to(t.x.device), "Float|32", "int64"),
+        bad("mask", lambda t: t.x.view(1, 1, 2, 96), r"\[1, 1, 2, 96\]", "3, T"),
+        bad("mask", lambda t: t.x.view(1, 4, 3, 16), r"\[1, 4, 3, 16\]", "1 or 2, 3, T"),
+        bad("mask", lambda t: t.x.view(4, 1, 3, 16), r"\[4, 1, 3, 16\]", "1 or 1, 1 or 2"),
+        bad("mask", lambda t: t.x.view(1, 2, 3, 32).int(), "int|Int", "float32"),
+        bad("sinks", lambda t: t.x[0, :3], r"\[3\]", r"\[2\]"),
+        bad("window", -1, "-1", "at least 1"),
+        bad("softcap", -2.0, "-2", "above 0"),
+        bad("scale", float("nan"), "nan", "finite"),
+        bad("scale", -1e300, r"-1e\+300", "finite as f32"),
+        bad("softcap", 1e300, r"1e\+300", "finite as f32"),
+        bad("softcap", 1e-60, "1e-60", "normal number of f32 above 0"),
+        bad("softcap", 1e-40, "1e-40", "normal"),
     ),
-    "attention keys": Case(
-        attend(keys=lambda t: t.w[None, None]), "keys", r"\[1, 1, 5, 36\]", "18 bytes"
-    ),
-    "attention values": Case(
-        attend(values=lambda t: t.w[None, None, 1:, 18:]), "values", r"\[1, 1, 4, 18\]", "keys are"
-    ),
-    "attention format": Case(attend(format_v="q9"), "format", "'q9'", "q4_0"),
-    "attention block": Case(attend(format_k="q4_k"), "keys", "K = 32", "256 values"),
-    "attention length": Case(
-        attend(length=lambda t: torch.tensor([3]).to(t.x.device)), "length", r"\[1\]", r"int64 \[\]"
-    ),
-    "attention length dtype": Case(
-        attend(length=lambda t: torch.tensor(3.0).to(t.x.device)), "length", "Float|32", "int64"
-    ),
-    "attention mask": Case(
-        attend(mask=lambda t: t.x.view(1, 1, 2, 96)), "mask", r"\[1, 1, 2, 96\]", "3, T"
-    ),
-    "attention mask of other heads": Case(
-        attend(mask=lambda t: t.x.view(1, 4, 3, 16)), "mask", r"\[1, 4, 3, 16\]", "1 or 2, 3, T"
-    ),
-    "attention mask of other sequences": Case(
-        attend(mask=lambda t: t.x.view(4, 1, 3, 16)), "mask", r"\[4, 1, 3, 16\]", "1 or 1, 1 or 2"
-    ),
-    "attention mask dtype": Case(
-        attend(mask=lambda t: t.x.view(1, 2, 3, 32).int()), "mask", "int|Int", "float32"
-    ),
-    "attention sinks": Case(attend(sinks=lambda t: t.x[0, :3]), "sinks", r"\[3\]", r"\[2\]"),
-    "attention window": Case(attend(window=-1), "window", "-1", "at least 1"),
-    "attention softcap": Case(attend(softcap=-2.0), "softcap", "-2", "above 0"),
-    "attention scale": Case(attend(scale=float("nan")), "scale", "nan", "finite"),
-    "attention scale beyond f32": Case(attend(scale=-1e300), "scale", r"-1e\+300", "finite as f32"),
-    "attention softcap beyond f32": Case(
-        attend(softcap=1e300), "softcap", r"1e\+300", "finite as f32"
-    ),
-    "attention softcap below f32": Case(
-        attend(softcap=1e-60), "softcap", "1e-60", "normal number of f32 above 0"
-    ),
-    "attention softcap subnormal": Case(attend(softcap=1e-40), "softcap", "1e-40", "normal"),
 }

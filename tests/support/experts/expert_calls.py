@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from error_cases import EXPERTS, Case, Good, bad, good
+from error_cases import EXPERTS, Fitting, Good, bad, good
 from expert_cases import chosen, rows, weights
 from inputs import activations
 
@@ -45,60 +45,43 @@ def fitting(t: Any) -> dict[str, Any]:
     return dict(x=t.tokens, weight=t.experts, ids=t.chosen, bias=t.of_experts, format="q4_0")
 
 
-linear = bad(ops.expert_linear, fitting)
-swiglu = bad(ops.expert_swiglu, fitting)
-input_grad = bad(
+linear = Fitting(ops.expert_linear, fitting)
+swiglu = Fitting(ops.expert_swiglu, fitting)
+input_grad = Fitting(
     ops.expert_input_grad,
     lambda t: dict(grad=t.grad, weight=t.experts, ids=t.chosen, format="q4_0", in_features=64),
 )
 
 EXPERT_CASES = {
-    "experts: x dims": Case(linear(x=lambda t: t.tokens[0]), "x", r"\[64\]", r"\[T, K\] or \[T, C"),
-    "experts: x dtype": Case(linear(x=lambda t: t.tokens.int()), "x", "int|Int", "float32"),
-    "experts: x tokens": Case(
-        linear(x=lambda t: t.tokens[1:]), "x", r"\[3, 64\]", r"ids are \[4, 2"
+    **linear.refuses(
+        bad("x", lambda t: t.tokens[0], r"\[64\]", r"\[T, K\] or \[T, C"),
+        bad("x", lambda t: t.tokens.int(), "int|Int", "float32"),
+        bad("x", lambda t: t.tokens[1:], r"\[3, 64\]", r"ids are \[4, 2"),
+        bad("x", lambda t: t.tokens[:, None], r"\[4, 1, 64\]", r"ids are \[4, 2"),
+        bad("weight", lambda t: t.experts[0], "6, 36", r"\[E, N"),
+        bad("weight", lambda t: t.experts[..., 1:], "35", "36"),
+        bad("weight", lambda t: t.experts.float(), "loat", "uint8"),
+        bad("ids", lambda t: t.chosen[0], r"\[2\]", r"\[T, C\]"),
+        bad("ids", lambda t: t.chosen.float(), "loat", "int64"),
+        bad("bias", lambda t: t.of_experts[:2], r"\[2, 6\]", r"\[3, 6\]"),
+        bad("scores", lambda t: t.of_experts, r"\[3, 6\]", r"\[4, 2\]"),
+        bad("format", "q9", "'q9'", "q4_0"),
+        bad("strategy", "fast", "'fast'", "gem"),
+        bad("activations", "int4", "'int4'", "int8"),
     ),
-    "experts: x choices": Case(
-        linear(x=lambda t: t.tokens[:, None]), "x", r"\[4, 1, 64\]", r"ids are \[4, 2"
+    **swiglu.refuses(
+        bad("activation", "tanh", "'tanh'", "swiglu_oai"),
+        bad("alpha", 2.0, "2", "swiglu_oai"),
+        bad("alpha", float("nan"), "nan", "finite", activation="swiglu_oai"),
+        bad("limit", 0.0, "0", "more than 0"),
+        bad("limit", 1e300, "1e\\+300", "finite"),
+        bad("weight", lambda t: t.experts[:, :5], "5 rows", "even", bias=None),
+        bad("up_weight", lambda t: t.experts, r"\[3, 6\]", r"\[3, 12\]", says="bias"),
+        bad("up_weight", lambda t: t.experts[:, 1:], "3, 5", "3, 6", bias=None),
+        bad("interleaved", True, "True", "up_weight", up_weight=lambda t: t.experts, bias=None),
     ),
-    "experts: W dims": Case(linear(weight=lambda t: t.experts[0]), "weight", "6, 36", r"\[E, N"),
-    "experts: W row": Case(linear(weight=lambda t: t.experts[..., 1:]), "weight", "35", "36"),
-    "experts: W dtype": Case(linear(weight=lambda t: t.experts.float()), "weight", "loat", "uint8"),
-    "experts: ids dims": Case(linear(ids=lambda t: t.chosen[0]), "ids", r"\[2\]", r"\[T, C\]"),
-    "experts: ids dtype": Case(linear(ids=lambda t: t.chosen.float()), "ids", "loat", "int64"),
-    "experts: bias": Case(
-        linear(bias=lambda t: t.of_experts[:2]), "bias", r"\[2, 6\]", r"\[3, 6\]"
+    **input_grad.refuses(
+        bad("grad", lambda t: t.grad[:, 0], r"\[4, 6\]", r"\[T, C, N\]"),
+        bad("grad", lambda t: t.grad[..., 1:], "5", "6 rows"),
     ),
-    "experts: scores": Case(
-        linear(scores=lambda t: t.of_experts), "scores", r"\[3, 6\]", r"\[4, 2\]"
-    ),
-    "experts: format": Case(linear(format="q9"), "format", "'q9'", "q4_0"),
-    "experts: strategy": Case(linear(strategy="fast"), "strategy", "'fast'", "gem"),
-    "experts: activations": Case(linear(activations="int4"), "activations", "'int4'", "int8"),
-    "experts: activation": Case(swiglu(activation="tanh"), "activation", "'tanh'", "swiglu_oai"),
-    "experts: alpha": Case(swiglu(alpha=2.0), "alpha", "2", "swiglu_oai"),
-    "experts: alpha NaN": Case(
-        swiglu(alpha=float("nan"), activation="swiglu_oai"), "alpha", "nan", "finite"
-    ),
-    "experts: limit": Case(swiglu(limit=0.0), "limit", "0", "more than 0"),
-    "experts: limit beyond f32": Case(swiglu(limit=1e300), "limit", "1e\\+300", "finite"),
-    "experts: odd rows": Case(
-        swiglu(weight=lambda t: t.experts[:, :5], bias=None), "weight", "5 rows", "even"
-    ),
-    "experts: bias of gate and up": Case(
-        swiglu(up_weight=lambda t: t.experts), "bias", r"\[3, 6\]", r"\[3, 12\]"
-    ),
-    "experts: up_weight": Case(
-        swiglu(up_weight=lambda t: t.experts[:, 1:], bias=None), "up_weight", "3, 5", "3, 6"
-    ),
-    "experts: interleaved": Case(
-        swiglu(up_weight=lambda t: t.experts, interleaved=True, bias=None),
-        "interleaved",
-        "True",
-        "up_weight",
-    ),
-    "experts: grad dims": Case(
-        input_grad(grad=lambda t: t.grad[:, 0]), "grad", r"\[4, 6\]", r"\[T, C, N\]"
-    ),
-    "experts: grad": Case(input_grad(grad=lambda t: t.grad[..., 1:]), "grad", "5", "6 rows"),
 }
