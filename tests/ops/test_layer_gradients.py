@@ -6,14 +6,14 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
+import recurrent_oracle
 import torch
 from backends import Backend, leaf
 from gradients import same_gradients
 from inputs import activations, random_weight
-from layer_oracle import ACTIVATIONS
-from oracle import U, spec
+from layer_oracle import ACTIVATIONS, normalized, normed_heads, rotated
+from oracle import U, Value, spec
 from torch import Tensor
-from torch.nn.functional import conv1d, silu, softplus
 
 from torch_metalmm import _C
 
@@ -22,26 +22,7 @@ N, K, EPS = 9, 64, 1e-5
 
 
 def norm64(x: Tensor, g: Tensor, offset: float) -> Tensor:
-    return x * (x.square().mean(-1, keepdim=True) + EPS).rsqrt() * (g + offset)
-
-
-def rope64(qkv: Tensor, cos: Tensor, sin: Tensor, g: Tensor) -> tuple[Tensor, ...]:
-    """2 heads of q, 1 of k and v, 16 values each, all rotated by halves; q normalised."""
-    heads = qkv.unflatten(-1, (4, 16)).transpose(1, 2)
-    q, k, v = heads.split([2, 1, 1], 1)
-    return turned64(norm64(q, g, 1.0), cos, sin), turned64(k, cos, sin), v
-
-
-def whole64(qkv: Tensor, cos: Tensor, sin: Tensor, g: Tensor) -> tuple[Tensor, ...]:
-    """The same, both heads of q normalised as one row, and v."""
-    q, k, v = (t.unflatten(-1, (-1, 16)).transpose(1, 2) for t in qkv.split([32, 16, 16], -1))
-    row = norm64(q.transpose(1, 2).flatten(2), g, 1.0).unflatten(-1, (2, 16)).transpose(1, 2)
-    return turned64(row, cos, sin), turned64(k, cos, sin), norm64(v, torch.ones(16).double(), 0.0)
-
-
-def turned64(t: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    a, b = t.chunk(2, -1)
-    return t * cos[:, None] + torch.cat([-b, a], -1) * sin[:, None]
+    return normalized(x, g, EPS, offset).exact
 
 
 def test_norms(backend: Backend) -> None:
@@ -124,20 +105,26 @@ def test_gated_mlps(activation: str, backend: Backend) -> None:
     )
 
 
-def test_rope(backend: Backend) -> None:
+@pytest.mark.parametrize("v_norm", [False, True])
+@pytest.mark.parametrize("values", [16, 32])
+def test_rope(values: int, v_norm: bool, backend: Backend) -> None:
+    """2 heads of q, 1 of k and v, 16 values each, all rotated by halves; heads of q normalised,
+    each or as one row, and v."""
     angle = activations(1, 3, 16, seed="angle")
-    cos, sin = angle.cos(), angle.sin()
-    put = (backend.put(cos), backend.put(sin))
+    turn = angle.cos(), angle.sin()
+    put, given = map(backend.put, turn), {"eps": EPS, "offset": 1.0, "v_norm": v_norm}
+    cos, sin = put
+
+    def exact(qkv: Tensor, g: Tensor) -> tuple[Tensor, ...]:
+        q, k, v = qkv.unflatten(-1, (4, 16)).transpose(1, 2).split([2, 1, 1], 1)
+        heads = normed_heads(q, g, EPS, 1.0), Value.of(k)
+        v = normalized(v, None, EPS).exact if v_norm else v
+        return *(rotated(t, *turn, False).exact for t in heads), v
+
     same_gradients(
-        lambda qkv, g: ops.rope(qkv, *put, 2, 1, q_norm=g, eps=EPS, offset=1.0),
-        lambda qkv, g: rope64(qkv, cos.double(), sin.double(), g),
-        [activations(2, 3, 64), activations(16, seed="g")],
-        backend,
-    )
-    same_gradients(  # q as one row, and v
-        lambda qkv, g: ops.rope(qkv, *put, 2, 1, q_norm=g, eps=EPS, offset=1.0, v_norm=True),
-        lambda qkv, g: whole64(qkv, cos.double(), sin.double(), g),
-        [activations(2, 3, 64), activations(32, seed="g")],
+        lambda qkv, g: ops.rope(qkv, cos, sin, 2, 1, q_norm=g, **given),
+        exact,
+        [activations(2, 3, 64), activations(values, seed="g")],
         backend,
     )
 
@@ -153,84 +140,54 @@ def test_gradients_have_the_dtypes_of_their_inputs(dtype: torch.dtype, backend: 
     assert [t.dtype for t in grads] == [dtype, torch.float32, torch.float32]
 
 
-def delta64(qkv: Tensor, a: Tensor, b: Tensor, a_log: Tensor, dt_bias: Tensor) -> Tensor:
-    """The steps of gated_delta on a state of zeros: a head of q and k of 8 values, 2 of v of 4."""
-    q, k, v = qkv.split([8, 8, 8], -1)
-    q, k = (t * (t.square().sum(-1, keepdim=True) + 0.25).rsqrt() for t in (q, k))
-    state, out = qkv.new_zeros(qkv.shape[0], 2, 8, 4), []
-    decay = (-a_log.exp() * softplus(a + dt_bias)).exp()
-    for i in range(qkv.shape[1]):
-        key, value = k[:, i, None, :, None], v[:, i].unflatten(-1, (2, 1, 4))
-        state = state * decay[:, i, :, None, None]
-        seen = (state * key).sum(-2, keepdim=True)
-        state = state + key * (value - seen) * b[:, i].sigmoid()[..., None, None]
-        out.append((state * q[:, i, None, :, None]).sum(-2) * 8**-0.5)
-    return torch.stack(out, 1)
-
-
-def scan64(
-    xbc: Tensor, dt: Tensor, a_log: Tensor, dt_bias: Tensor, d: Tensor, gate: Tensor
-) -> Tensor:
-    """The steps of ssm_scan on a state of zeros: 2 heads of 4 values, a group of 8."""
-    x, b, c = xbc.split([8, 8, 8], -1)
-    x = x.unflatten(-1, (2, 4))
-    t = softplus(dt + dt_bias).clamp(0.1, 1.5)
-    state, out = xbc.new_zeros(xbc.shape[0], 2, 4, 8), []
-    for i in range(xbc.shape[1]):
-        step = t[:, i, :, None, None]
-        state = state * (-step * a_log.exp()[:, None, None]).exp()
-        state = state + step * x[:, i, :, :, None] * b[:, i, None, None]
-        out.append((state * c[:, i, None, None]).sum(-1) + x[:, i] * d[:, None])
-    return torch.stack(out, 1).flatten(2) * silu(gate)
-
-
-def conv64(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
-    """Rows behind zeros: 3 taps of 6 channels."""
-    y = conv1d(x.mT, weight[:, None], bias, padding=2, groups=6)[..., : x.shape[1]]
-    return silu(y.mT)
-
-
 Given = Callable[..., list[Tensor]]
 
 
-def recurrent_calls(each: Given) -> dict[str, tuple[Callable[..., Tensor], list[Tensor], Any]]:
+def recurrent_calls(
+    each: Given, of: Any = ops
+) -> dict[str, tuple[Callable[..., Any], list[Tensor], Any]]:
     """{op: (the op of operands and a state, the operands, sizes of the state)}; each(sizes ...)
-    makes operands."""
+    makes operands. of: what has the ops, or functions of their names."""
     s = 67  # more than the chunks in which a gradient is recorded have
     return {
         "gated_delta": (
-            lambda *given: ops.gated_delta(*given, 0.25),
+            lambda *given: of.gated_delta(*given, 0.25),
             each((2, s, 24), (2, s, 2), (2, s, 2), (2,), (2,)),
             (2, 2, 8, 4),
         ),
         "ssm_scan": (
-            lambda xbc, dt, a_log, dt_bias, d, gate, state: ops.ssm_scan(
+            lambda xbc, dt, a_log, dt_bias, d, gate, state: of.ssm_scan(
                 xbc, dt, a_log, dt_bias, d, state, gate, 0.1, 1.5
             ),
             each((2, s, 24), (2, s, 2), (2,), (2,), (2,), (2, s, 8)),
             (2, 2, 4, 8),
         ),
         "causal_conv": (
-            lambda x, weight, bias, state: ops.causal_conv(x, weight, bias, state, "silu"),
+            lambda x, weight, bias, state: of.causal_conv(x, weight, bias, state, "silu"),
             each((2, s, 6), (6, 3), (6,)),
             (2, 6, 3),
         ),
     }
 
 
-REFERENCES = {"gated_delta": delta64, "ssm_scan": scan64, "causal_conv": conv64}
+OPS = ("gated_delta", "ssm_scan", "causal_conv")
 
 
-@pytest.mark.parametrize("op", REFERENCES)
+@pytest.mark.parametrize("op", OPS)
 def test_recurrent_ops(op: str, backend: Backend) -> None:
     """On a state of zeros."""
     each = lambda *sizes: [activations(*size, seed=size) for size in sizes]  # noqa: E731
     call, operands, sizes = recurrent_calls(each)[op]
-    zeros = lambda: backend.put(torch.zeros(sizes))  # noqa: E731
-    same_gradients(lambda *given: call(*given, zeros()), REFERENCES[op], operands, backend)
+    exact, zeros = recurrent_calls(each, recurrent_oracle)[op][0], torch.zeros(sizes)
+    same_gradients(
+        lambda *given: call(*given, backend.put(zeros.clone())),
+        lambda *given: exact(*given, zeros.double())[0].exact,
+        operands,
+        backend,
+    )
 
 
-@pytest.mark.parametrize("op", REFERENCES)
+@pytest.mark.parametrize("op", OPS)
 def test_a_recorded_recurrent_op_is_the_op(op: str, backend: Backend) -> None:
     """Of f16 rows, on a state that is not zero: y, to its rounding, and the state, which has no
     gradient; of no rows nothing; a state that requires grad is refused."""

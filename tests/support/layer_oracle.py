@@ -46,6 +46,15 @@ def normalized(x: Tensor, weight: Tensor | None, eps: float, offset: float = 0) 
     return scaled * inverse_rms(x, eps)
 
 
+def normed_heads(x: Tensor, weight: Tensor, eps: float, offset: float) -> Value:
+    """Heads [B, H, S, D] by a weight [D] of each, or [H D] of all of a position as one row."""
+    if weight.numel() == x.shape[-1]:
+        return normalized(x, weight, eps, offset)
+    heads = (x.shape[1], x.shape[3])
+    y = normalized(x.transpose(1, 2).flatten(2), weight, eps, offset)
+    return Value(*(t.unflatten(-1, heads).transpose(1, 2) for t in (y.exact, y.error)))
+
+
 def activated(x: Value, activation: str) -> Value:
     exact = ACTIVATIONS[activation](x.exact)
     if activation == "silu":

@@ -5,7 +5,17 @@ from __future__ import annotations
 import pytest
 import torch
 from backends import Backend, leaf
-from expert_cases import Experts, chosen, decoded, rows, weights
+from expert_cases import (
+    Experts,
+    chosen,
+    decoded,
+    gated,
+    halves,
+    products,
+    rows,
+    weighted,
+    weights,
+)
 from gradients import same_gradients
 from inputs import activations
 from oracle import DTYPES, U, Value, check
@@ -16,16 +26,14 @@ ops = torch.ops.metalmm
 SIZES = Experts(experts=4, n=6, k=64, tokens=5, choices=3)
 
 
-def in_float64(x: Tensor, w: Tensor, ids: Tensor, bias: Tensor, scores: Tensor | None) -> Tensor:
-    of_choices = x if x.dim() == 3 else x[:, None].expand(-1, ids.shape[1], -1)
-    y = torch.einsum("tck,tcnk->tcn", of_choices, w[ids]) + bias[ids]
-    return y if scores is None else (y * scores[..., None]).sum(1)
+def linear64(x: Tensor, w: Tensor, ids: Tensor, bias: Tensor, scores: Tensor | None) -> Tensor:
+    y = products(x, w, ids, bias)
+    return (y if scores is None else weighted(y, scores)).exact
 
 
 def swiglu64(x: Tensor, w: Tensor, ids: Tensor, bias: Tensor) -> Tensor:
-    both = in_float64(x, w, ids, bias, None)
-    gate, up = both[..., ::2].clamp(max=2.0), both[..., 1::2].clamp(-2.0, 2.0)
-    return gate * torch.sigmoid(1.702 * gate) * (up + 1)
+    both = halves(products(x, w, ids, bias), interleaved=True)
+    return gated(*both, "swiglu_oai", 2.0, 1.702).exact
 
 
 def compare(got: list[Tensor], want: list[Tensor], terms: int, what: str) -> None:
@@ -52,7 +60,7 @@ def test_gradients_of_a_product(
     y = ops.expert_linear(
         mine[0], backend.put(packed), backend.put(ids), mine[1], "q4_0", *mine[2:]
     )
-    want = in_float64(exact[0], w, ids, exact[1], exact[2] if scored else None)
+    want = linear64(exact[0], w, ids, exact[1], exact[2] if scored else None)
     g = activations(*want.shape, dtype=dtype, seed="g")
     got = torch.autograd.grad(y, mine, backend.put(g))
     assert [t.dtype for t in got] == [t.dtype for t in given]
@@ -67,7 +75,7 @@ def test_first_and_second_derivatives(backend: Backend) -> None:
     put, none = (backend.put(packed), backend.put(ids)), torch.zeros(4, 6, dtype=torch.float64)
     same_gradients(
         lambda x, s: ops.expert_linear(x, *put, None, "q4_0", s),
-        lambda x, s: in_float64(x, w, ids, none, s),
+        lambda x, s: linear64(x, w, ids, none, s),
         [x, scores],
         backend,
     )
@@ -102,13 +110,12 @@ def test_compiled(backend: Backend) -> None:
         h = torch.nn.functional.pad(h, (0, 61))
         return ops.expert_linear(h, packed, ids, None, "q4_0", s)
 
-    compiled = torch.compile(layer, fullgraph=True, dynamic=True)
+    compiled = torch.compile(layer, fullgraph=True, dynamic=True, backend="aot_eager")
     for tokens in (2, 5, 9):
         sizes = Experts(4, 6, 64, tokens, 3)
         ids, s = backend.put(chosen(sizes)), backend.put(scores[:tokens])
         x, x2 = (leaf(rows(sizes, torch.float32), backend) for _ in range(2))
         y, want = compiled(x, ids, s), layer(x2, ids, s)
-        # The compiler's own silu where a gradient is recorded; sums in another order.
         compare([y], [want.detach().cpu().double()], 15 * 64, "compiled")
         y.sum().backward()
         want.sum().backward()
