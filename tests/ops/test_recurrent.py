@@ -9,7 +9,7 @@ import torch
 from backends import Backend
 from inputs import activations
 from oracle import DTYPES, Value, check
-from recurrent_oracle import causal_conv, check_written, gated_delta
+from recurrent_oracle import causal_conv, check_written, gated_delta, ssm_scan
 from torch import Tensor
 
 ops = torch.ops.metalmm
@@ -25,7 +25,7 @@ CONVS = (
     (1, 2, 64, 4, 3),
 )
 # Sequences, positions, heads of q and k and of v, values of these.
-SHAPES = (
+DELTAS = (
     (1, 1, 2, 4, 128, 128),
     (2, 3, 1, 3, 20, 12),
     (3, 2, 2, 2, 1, 4),
@@ -34,7 +34,18 @@ SHAPES = (
 )
 
 
-def operands(shape: tuple[int, ...], dtype: torch.dtype) -> dict[str, Tensor]:
+# Sequences, positions, groups of b and c, heads, values of a head of x, of one of b and of c.
+SSMS = (
+    (1, 1, 1, 4, 64, 128),
+    (2, 3, 1, 3, 20, 12),
+    (3, 2, 2, 2, 1, 4),
+    (1, 2, 2, 4, 9, 256),
+    (1, 9, 2, 2, 33, 68),
+    (2, 2, 1, 2, 8, 132),
+)
+
+
+def delta_operands(shape: tuple[int, ...], dtype: torch.dtype) -> dict[str, Tensor]:
     """Arguments of gated_delta, parts of wider rows; a and b with tails, a_log of a real model."""
     batch, positions, key_heads, heads, dk, dv = shape
     values = 2 * key_heads * dk + heads * dv
@@ -47,6 +58,22 @@ def operands(shape: tuple[int, ...], dtype: torch.dtype) -> dict[str, Tensor]:
         "a_log": activations(heads, seed=("a_log", shape)),
         "dt_bias": activations(heads, seed=("dt", shape)) - 4,
         "state": activations(batch, heads, dk, dv, seed=("state", shape)),
+    }
+
+
+def ssm_operands(shape: tuple[int, ...], dtype: torch.dtype) -> dict[str, Tensor]:
+    """Arguments of ssm_scan, parts of wider rows; dt with tails, a_log of a real model."""
+    batch, positions, groups, heads, p, n = shape
+    values, inner = heads * p + 2 * groups * n, heads * p
+    wide = activations(batch, positions, inner + values + heads + 3, dtype=dtype, seed=shape)
+    return {
+        "xbc": wide[..., inner + 1 : inner + 1 + values],
+        "dt": wide[..., -heads:] * 4,
+        "a_log": activations(heads, seed=("a_log", shape)),
+        "dt_bias": activations(heads, seed=("dt", shape)) - 3,
+        "d": activations(heads, seed=("d", shape)),
+        "state": activations(batch, heads, p, n, seed=("state", shape)),
+        "gate": wide[..., :inner],
     }
 
 
@@ -87,21 +114,29 @@ def test_causal_conv_as_the_models_keep_it(backend: Backend) -> None:
     check(y, Value(want.mT, bound.error), "padding")
 
 
+# (op, its operands, sizes, arguments of a head, what has another dtype than the rows)
+SCANS = [(gated_delta, delta_operands, s, ("a_log", "dt_bias"), "b") for s in DELTAS]
+SCANS += [(ssm_scan, ssm_operands, s, ("a_log", "dt_bias", "d"), "gate") for s in SSMS]
+
+
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("shape", SHAPES, ids=str)
-def test_gated_delta(shape: tuple[int, ...], dtype: torch.dtype, backend: Backend) -> None:
-    """a_log and dt_bias in f32, in the dtype of x, and one so; a and b of another dtype."""
+@pytest.mark.parametrize("number", range(len(SCANS)))
+def test_a_scan(number: int, dtype: torch.dtype, backend: Backend) -> None:
+    """What heads have in f32, in the dtype of the rows, and one so; rows of two dtypes; no gate."""
+    scan, operands, shape, of_heads, other = SCANS[number]
     given = operands(shape, dtype)
-    check_written(gated_delta, given, backend, str(shape))
-    own = {name: given[name].to(dtype) for name in ("a_log", "dt_bias")}
-    check_written(gated_delta, given | own | {"b": given["b"].float()}, backend, f"{shape} own")
+    check_written(scan, given, backend, str(shape))
+    own = {name: given[name].to(dtype) for name in of_heads}
+    check_written(scan, given | own | {other: given[other].float()}, backend, f"{shape} own")
+    if scan is ssm_scan:
+        del given["gate"]
     for name, t in own.items():
-        check_written(gated_delta, given | {name: t}, backend, f"{shape} {name} of its own")
+        check_written(scan, given | {name: t}, backend, f"{shape} {name} of its own")
 
 
 def test_gates_far_out_and_large_rows(backend: Backend) -> None:
     """Gates that close and that forget all, q and k of zeros, of 1e-12 and of 1e12."""
-    given = operands((2, 4, 1, 4, 64, 16), torch.float32)
+    given = delta_operands((2, 4, 1, 4, 64, 16), torch.float32)
     given["a"] = torch.tensor([-90.0, -20.0, 30.0, 1e4]).expand(2, 4, 4)
     given["b"] = torch.tensor([-1e4, -30.0, 30.0, 80.0]).expand(2, 4, 4)
     given["dt_bias"] = torch.zeros(4)
@@ -111,3 +146,30 @@ def test_gates_far_out_and_large_rows(backend: Backend) -> None:
     check_written(gated_delta, given, backend, "far out")
     given["a"], given["a_log"] = torch.full((2, 4, 4), -12.0), torch.full((4,), -9.0)
     check_written(gated_delta, given, backend, "long memory")  # 1 - e^g of 1e-9
+
+
+def test_limits(backend: Backend) -> None:
+    given: dict[str, Any] = ssm_operands((1, 5, 1, 4, 8, 16), torch.float32)
+    given["dt"] = torch.tensor([-9.0, -1.0, 1.0, 9.0]).expand(1, 5, 4)
+    check_written(ssm_scan, given | {"dt_min": 0.1, "dt_max": 1.7}, backend, "limits")
+    check_written(ssm_scan, given | {"dt_min": 0.1}, backend, "least")
+    check_written(ssm_scan, given | {"dt_max": 0.0}, backend, "none")
+
+
+def test_steps_far_out_and_large_rows(backend: Backend) -> None:
+    """Steps that keep and that forget all; x, b and c of zeros, of 1e-12 and of 1e9."""
+    given = ssm_operands((2, 4, 1, 4, 16, 64), torch.float32)
+    given["dt"] = torch.tensor([-90.0, -20.0, 30.0, 1e4]).expand(2, 4, 4)
+    given["dt_bias"] = torch.zeros(4)
+    given["gate"] = given["gate"] * torch.tensor([-1e4, -30.0, 30.0, 1e4])[:, None].expand(4, 64)
+    given["xbc"] = given["xbc"] * torch.tensor([1e-12, 0.0, 1e9, 1.0])[:, None]
+    check_written(ssm_scan, given, backend, "far out")
+    given["dt"], given["a_log"] = torch.full((2, 4, 4), -12.0), torch.full((4,), -9.0)
+    check_written(ssm_scan, given, backend, "long memory")  # 1 - decay of 1e-9
+
+
+def test_a_long_prompt(backend: Backend) -> None:
+    """Within the bound of so many steps."""
+    length = 64 if backend.name == "emulator" else 512
+    given = ssm_operands((1, length, 1, 2, 8, 16), torch.float32)
+    check_written(ssm_scan, given, backend, f"{length} positions")

@@ -6,7 +6,6 @@ from collections.abc import Callable
 
 import pytest
 import test_recurrent
-import test_ssm_scan
 import torch
 from backends import Backend
 from torch import Tensor
@@ -15,8 +14,8 @@ ops = torch.ops.metalmm
 pytestmark = pytest.mark.schedules
 
 OPS = {
-    "gated_delta": (ops.gated_delta, test_recurrent.operands),
-    "ssm_scan": (ops.ssm_scan, test_ssm_scan.operands),
+    "gated_delta": (ops.gated_delta, test_recurrent.delta_operands),
+    "ssm_scan": (ops.ssm_scan, test_recurrent.ssm_operands),
     "causal_conv": (ops.causal_conv, test_recurrent.conv_operands),
 }
 SCANS = tuple(OPS)[:2]  # whose states are [sequences, heads, ...]
