@@ -1,7 +1,6 @@
 """The shaders as PTX, without a GPU: they compile, and are what the CUDA launcher expects.
 
-Each file for each dtype of x, of formats in turn, so that each occurs; all with
-METALMM_TEST_CASES=all.
+A kernel of each file, of formats and dtypes in turn; all with METALMM_TEST_CASES=all.
 """
 
 from __future__ import annotations
@@ -9,11 +8,12 @@ from __future__ import annotations
 import re
 import shutil
 import subprocess
-from collections import Counter, defaultdict
+from collections import defaultdict
 from pathlib import Path
 
 import pytest
 from backends import CASES
+from plan_cases import DTYPES
 
 from torch_metalmm import _C
 from torch_metalmm.msl import ptx
@@ -21,19 +21,18 @@ from torch_metalmm.msl.kernels import Shader, alone, shader_of
 
 N_CONSTANTS = 7  # those of abi.h, and whether the grid is one row
 NAMED = ("gemv_q4_0_f16", "gemv_affine4_f16", "gemv_batched_q4_0_f16", "dot_f32")
+NAMED += ("gemm_small_q5_1_f16", "expert_gemm_q6_k_f16", "attention_tile_q8_0_f16")
 NAMED += ("gemm_q4_k_f16", "gemv_large_k_iq4_xs_bf16")
 
 
 def chosen() -> dict[Shader, list[str]]:
     """{shader: its kernels}."""
     every = _C.kernel_names()
-    of_file = defaultdict(list)  # and a dtype
+    of_file = defaultdict(list)
     for kernel in every:
-        of_file[shader_of(kernel).file, alone(kernel).dtype].append(kernel)
-    some, turns = {*NAMED}, Counter[int]()
-    for kernels in of_file.values():
-        some.add(kernels[turns[len(kernels)] % len(kernels)])
-        turns[len(kernels)] += 1
+        of_file[shader_of(kernel).file].append(kernel)
+    step = 2 * len(DTYPES) + 1  # to another dtype of the format after next
+    some = {*NAMED} | {of[i * step % len(of)] for i, of in enumerate(of_file.values())}
     shaders = defaultdict(list)
     for kernel in every:
         whole = shader_of(kernel)

@@ -97,13 +97,12 @@ def test_a_text_has_its_own_format_only(name: str) -> None:
         assert not others & set(re.findall(r"\w+", text))
 
 
-def compiled(kernel: str, text: str) -> str:
+def compiled(text: str, entries: str) -> str:
     """LLVM's text of a kernel, as clang's front end makes it: before optimisations, with no choice
     of the CUDA engine; without the offsets of assembly in the text."""
     options = [*LANGUAGE, *ptx._TARGET, "-DMM_MATRIX_LANES", "-O1", "-w"]
     options += ["-Xclang", "-disable-llvm-passes"]
-    whole = text + ptx._entries(read(text, kernel))
-    done = zig("clang", *options, "-S", "-emit-llvm", "-", "-o", "-", text=whole)
+    done = zig("clang", *options, "-S", "-emit-llvm", "-", "-o", "-", text=text + entries)
     assert done.returncode == 0, done.stderr
     return re.sub(r"^(![0-9]+ = !)\{i64 [0-9]+\}", r"\1", done.stdout, flags=re.M)
 
@@ -111,8 +110,10 @@ def compiled(kernel: str, text: str) -> str:
 @pytest.mark.parametrize("kernel", KERNELS)
 def test_code_is_that_of_the_whole_shader(kernel: str) -> None:
     """What is left out makes no difference, of a kernel of every strategy."""
-    code = compiled(kernel, _C.metal_source(kernel))
-    assert code == compiled(kernel, alone(kernel).text) and "define" in code
+    whole = alone(kernel).text
+    entries = ptx._entries(read(whole, kernel))
+    code = compiled(_C.metal_source(kernel), entries)
+    assert code == compiled(whole, entries) and "define" in code
 
 
 def test_lines_are_those_of_the_files() -> None:
