@@ -180,7 +180,6 @@ def test_the_fault_of_the_earliest_turn_is_reported(schedule: str, slow: int, qu
     ("loop", "checked"),
     [
         ("while (true) {}", False),
-        ("while (x[0] == 0) {}", False),
         ("while (x[0] == 0) {}", True),
         ("uint n = i;\nwhile (n < 99) n &= 63;\ny[n] = 1;", False),
     ],

@@ -23,7 +23,7 @@ AFFINE = ("affine2_g32", "affine3_g64", "affine4_g64_f32", "affine8_g128_bf16")
 
 
 def one_hot(k: int) -> torch.Tensor:
-    at = torch.randperm(k, generator=generator("places"))[:64]
+    at = torch.randperm(k, generator=generator("places"))[:32]
     return torch.eye(k)[at]
 
 

@@ -58,9 +58,10 @@ def append(name: str, k: Tensor, v: Tensor, slots: Tensor, capacity: int) -> lis
 @pytest.mark.parametrize("name", stored())
 def test_bytes_are_those_of_the_specification(name: str) -> None:
     rows = hard_blocks()
-    got = append(name, rows, rows.flip(0), torch.arange(len(rows)), len(rows))
-    for one, values in zip(got, (rows, rows.flip(0)), strict=True):
-        want = pack(name, values)
+    keys, values = (rows[i::2].contiguous() for i in range(2))
+    got = append(name, keys, values, torch.arange(len(keys)), len(keys))
+    for one, of in zip(got, (keys, values), strict=True):
+        want = pack(name, of)
         if name == "iq4_nl":  # sixth powers of what f16 has no scale for may be subnormal
             blocks = [t.view(-1, formats.get(name).block_bytes) for t in (one, want)]
             scales = [b[:, :2].contiguous().view(torch.float16) for b in blocks]

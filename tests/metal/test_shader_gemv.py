@@ -38,9 +38,11 @@ def two_loops(name: str) -> int:
 
 
 def picked(name: str, k: int) -> Tensor:
-    """Places in a row: all of the first block, some of the last, every 37th between."""
+    """Places in a row: each of a block, in one block or another, and some between."""
     span = max(64, min(256, formats.get(name).block_values))
-    return torch.tensor(sorted({*range(span), *range(0, k, 37), *range(k - span, k, 3)}))
+    blocks = k // span
+    each = {span * (i % blocks) + i for i in range(span)}
+    return torch.tensor(sorted({*each, *range(0, k, 37), *range(k - 8, k)}))
 
 
 @pytest.mark.every_format

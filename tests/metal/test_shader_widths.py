@@ -56,7 +56,8 @@ def run(kernel: str, name: str, packed: Tensor, x: Tensor, offset: int, gap: int
 def test_every_width_gives_the_same_bits(name: str, kernel: str) -> None:
     """Few and many blocks a row, rows at every distance: as where the width is 2 bytes."""
     block, widths = formats.get(name).block_values, set()
-    for i, blocks in enumerate((2, 3, 8)):  # whose rows are multiples of 4, 2 and 8
+    many = 4 if block == 256 else 8
+    for i, blocks in enumerate((2, 3, many)):  # whose rows are multiples of 4, 2 and 8 bytes
         packed, dtype = random_weight(name, 3, blocks * block), DTYPES[(i + 1) % 3]
         if kernel != "dequantize":
             dtype = compiled_dtype(name, kernel)
@@ -67,7 +68,7 @@ def test_every_width_gives_the_same_bits(name: str, kernel: str) -> None:
             assert torch.equal(want, w.to(dtype))
         else:
             check(want, expected(kernel, x, w).store(dtype), f"{name} {kernel} {blocks}")
-        for offset, gap in PLACES if blocks % 4 == 0 else PLACES[i % 2 :: 2]:
+        for offset, gap in PLACES[i % 3 :: 3] if blocks % 4 else PLACES:
             widths.add(width_of(packed.shape[1], offset, packed.shape[1] + gap))
             y = run(kernel, name, packed, x, offset, gap)
             assert torch.equal(y, want), (blocks, offset, gap)
