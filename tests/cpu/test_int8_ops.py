@@ -76,6 +76,7 @@ def test_strategies_without_int8(name: str) -> None:
         ops.linear(*args, None, "q4_k", name, activations="int8")
 
 
+@pytest.mark.covering
 @KINDS
 @pytest.mark.parametrize("grad", [False, True])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)

@@ -8,7 +8,7 @@ import pytest
 import torch
 from backends import Backend
 from inputs import activations, random_weight
-from layer_oracle import activated, normalized, rotated
+from layer_oracle import activated, normalized, normed_heads, rotated
 from oracle import DTYPES, KINDS, Value, check, spec
 from plan_cases import strategies_used
 from torch import Tensor
@@ -271,9 +271,9 @@ def test_activations_everywhere(activation: str, backend: Backend) -> None:
     """From the smallest to the largest gate: no NaN, and the bound holds."""
     gate = torch.cat([torch.linspace(-30, 30, 3001), 2.0 ** torch.linspace(-40, 40, 95)])
     gate = torch.cat([gate, -gate])
-    gate = gate[: len(gate) // 32 * 32].view(-1, 1)
+    gate = gate[: len(gate) // 32 * 32].view(-1, 32)
     up = torch.ones_like(gate)
-    w = backend.put(torch.ones(1, 1))
+    w = backend.put(torch.eye(32))
     y = ops.swiglu_linear(backend.put(gate), backend.put(up), w, None, "f32", activation)
     check(y, activated(Value.of(gate), activation).store(torch.float32), activation)
 
@@ -339,7 +339,7 @@ def test_rope(
         parts = [t.unflatten(-1, (-1, dim)).transpose(1, 2) for t in qkv.split(sizes, -1)]
         want = []
         for x, weight in zip(parts[:2], (norms.get("q_norm"), norms.get("k_norm")), strict=True):
-            head = Value.of(x) if weight is None else normed_heads(x, weight)
+            head = Value.of(x) if weight is None else normed_heads(x, weight, EPS, 1.0)
             want.append(rotated(head, cos, sin, interleaved).store(dtype))
         of_v = normalized(parts[2], None, EPS).store(dtype)
         qk = qkv[..., : sum(sizes[:2])] if split else qkv
@@ -358,15 +358,6 @@ def test_rope(
         others = ops.rope(*given, interleaved=interleaved, v_norm=True, **more)
         assert torch.equal(others[0], q) and torch.equal(others[1], k)
         check(others[2], of_v, "v")
-
-
-def normed_heads(x: Tensor, weight: Tensor) -> Value:
-    """Heads [B, H, S, D] by a weight [D] of each, or [H D] of all of a position as one row."""
-    if weight.numel() == x.shape[-1]:
-        return normalized(x, weight, EPS, 1.0)
-    heads = (x.shape[1], x.shape[3])
-    y = normalized(x.transpose(1, 2).flatten(2), weight, EPS, 1.0)
-    return Value(*(t.unflatten(-1, heads).transpose(1, 2) for t in (y.exact, y.error)))
 
 
 def test_rope_without_angles_only_moves(backend: Backend) -> None:

@@ -113,7 +113,10 @@ def w_layouts(packed: Tensor) -> Iterator[tuple[str, Tensor]]:
 @pytest.mark.isa
 @pytest.mark.formats
 def test_layouts_of_the_weight(name: str, backend: Backend, strategy: str | None) -> None:
-    """Alignment, row stride and neighbours of the packed bytes change no bit of any result."""
+    """Alignment, row stride and neighbours of the packed bytes change no bit of any result.
+
+    A slow engine takes every second layout, the others with the next format.
+    """
     k = formats.get(name).block_values * 3 + (10 if formats.get(name).block_values == 1 else 0)
     packed = random_weight(name, 7, k)
     x = backend.put(activations(3, k, dtype=backend.dtype(name, strategy)))
@@ -128,7 +131,8 @@ def test_layouts_of_the_weight(name: str, backend: Backend, strategy: str | None
         return [y, *decoded, ops.linear_input_grad(g, w, name, k)]
 
     expected = results(backend.put(packed))
-    for label, view in w_layouts(packed):
+    views = list(w_layouts(packed))
+    for label, view in views[FORMATS.index(name) % 2 :: 2] if backend.is_slow else views:
         for i, (a, b) in enumerate(zip(results(backend.put_view(view)), expected, strict=True)):
             assert torch.equal(a, b), (label, i)
 
@@ -259,7 +263,7 @@ def test_results_have_the_strides_of_their_fakes(
         return view.requires_grad_() if grad and view.is_floating_point() else view
 
     r = random.Random(str(dtype))
-    for _ in range(10 if backend.is_slow else 20):
+    for _ in range(4 if backend.is_slow else 10):
         for op, *args in calls_with_ones(r, dtype):
             args = [moved(a) for a in args]
             with FakeTensorMode() as mode:

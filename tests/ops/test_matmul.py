@@ -57,12 +57,14 @@ def test_every_shape(name: str, dtype: torch.dtype, backend: Backend, strategy: 
 @pytest.mark.isa
 @pytest.mark.formats
 def test_every_k(name: str, backend: Backend, strategy: str | None) -> None:
-    """One block, a few, and around the edges of the loops over K; any K for dense formats."""
+    """One block, a few, and around the edges of the loops over K; any K for dense formats. A slow
+    engine takes every second K, the others with the next format."""
     block = formats.get(name).block_values
     ks = {block, 2 * block, 3 * block, 5 * block}
     ks |= {k for edge in backend.edges(strategy).k for k in around(edge) if block == 1}
     ks |= {1, 7, 33, 100} if block == 1 else {512, 512 + block, 1024, 1024 + block}
-    for i, k in enumerate(sorted(ks)):
+    turn = FORMATS.index(name) % 2
+    for i, k in enumerate(sorted(ks)[turn::2] if backend.is_slow else sorted(ks)):
         packed = random_weight(name, 14, k, seed=k)
         dtype = backend.dtype(name, strategy) if backend.is_slow else DTYPES[i % 3]
         x = activations(9, k, dtype=dtype, seed=k)
@@ -75,7 +77,8 @@ def test_every_k(name: str, backend: Backend, strategy: str | None) -> None:
 @pytest.mark.isa
 @pytest.mark.formats
 def test_around_the_edges_of_the_tiles(name: str, backend: Backend, strategy: str | None) -> None:
-    """M and N one below, at, one above and twice above every edge of the engine's loops."""
+    """M and N one below, at, one above and twice above every edge of the engine's loops; a slow
+    engine takes another N with each M."""
     edges = backend.edges(strategy)
     ms = sorted({m for edge in edges.m for m in around(edge)})
     ns = sorted({n for edge in edges.n for n in around(edge)})
@@ -84,8 +87,10 @@ def test_around_the_edges_of_the_tiles(name: str, backend: Backend, strategy: st
     x = activations(ms[-1], k, dtype=dtype)
     want = cache(partial(oracle.linear, x, spec(name, packed, k), None))
     w, x = backend.put(packed), backend.put(x)
-    for i, m in enumerate(ms):
-        for n in ns[i % 3 :: 3]:
+    every = max(len(ms), len(ns)) if backend.is_slow else len(ms)
+    for i in range(every):
+        m = ms[i % len(ms)]
+        for n in (ns[i % len(ns)],) if backend.is_slow else ns[i % 3 :: 3]:
             of_all = want(backend.halves(strategy, dtype, name, (m, n, k)))
             expected = Value(of_all.exact[:m, :n], of_all.error[:m, :n])
             check(ops.linear(x[:m], w[:n], None, name, strategy), expected, f"M={m} N={n}")
@@ -175,8 +180,6 @@ def test_several_panels_of_torch_s_matmul(backend: Backend) -> None:
     assert y.is_contiguous() and torch.equal(y.cpu()[:, edges], want)
     y = ops.linear(backend.put(x), w, backend.put(bias), "q4_0", "dense", backend.put(c)).cpu()
     assert torch.equal(y[:, edges], want + (bias + c)[:, edges])
-    y = ops.gemm(backend.put(x), w, "q4_0", backend.put(c), 0.5, -2.0, "dense").cpu()
-    assert torch.equal(y[:, edges], want / 2 - 2 * c[:, edges])
 
 
 @st.composite

@@ -138,6 +138,7 @@ CPU = Backend(
     edges=lambda _: _CPU_EDGES,
     # Forced, on a machine that has better: the templates of the others, a value at a time.
     is_slow=_C.cpu_isa() == "scalar" != _C.cpu_isas()[0],
+    every_format=FORMATS if _C.cpu_isa() == _C.cpu_isas()[0] else ONE_OF_EACH,
 )
 
 _SHADER_STRATEGIES = tuple(_C.strategies("linear"))
