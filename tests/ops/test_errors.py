@@ -25,7 +25,6 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch_metalmm import _C, formats
 
 CASES = BASE | LAYER_CASES | CACHE_CASES | EXPERT_CASES
-TRACED = [n for n, case in CASES.items() if not case.data and case.argument != "strategy"]
 
 
 def expect(case: Case, t: Any) -> str:
@@ -41,7 +40,7 @@ def expect(case: Case, t: Any) -> str:
 
 @pytest.mark.parametrize("label", CASES)
 def test_bad_arguments(label: str, backend: Backend) -> None:
-    """Of tensors, also where a gradient is recorded, and of fakes, in the same words."""
+    """Of tensors, also where a gradient is recorded, of fakes, in the same words, and on meta."""
     put = {k: backend.put(v) for k, v in arguments().items()}
     t, case = SimpleNamespace(**put), CASES[label]
     if case.nearest and backend.device != "cpu":
@@ -56,6 +55,8 @@ def test_bad_arguments(label: str, backend: Backend) -> None:
         with FakeTensorMode() as mode:
             fakes = SimpleNamespace(**{k: mode.from_tensor(v) for k, v in put.items()})
             assert expect(case, fakes) == said
+        if case.argument != "strategy":  # which belongs to an engine, and meta is none
+            expect(case, SimpleNamespace(**{k: v.to("meta") for k, v in put.items()}))
 
 
 @pytest.mark.parametrize("axis", [-1, 3])
@@ -69,12 +70,6 @@ def test_an_axis_is_a_row_of_the_positions(axis: int, backend: Backend) -> None:
     else:
         nearest = backend.put(torch.tensor([0, 1, min(max(axis, 0), 2), 2]))
         assert torch.equal(ops.rope_tables(*given)[0], ops.rope_tables(*given[:2], nearest)[0])
-
-
-@pytest.mark.parametrize("label", TRACED)
-def test_bad_arguments_on_meta(label: str) -> None:
-    """The same calls but for those of strategies, which belong to an engine: meta is none."""
-    expect(CASES[label], SimpleNamespace(**{k: v.to("meta") for k, v in arguments().items()}))
 
 
 LARGEST_K = 2**48
