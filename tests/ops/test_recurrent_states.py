@@ -1,4 +1,4 @@
-"""The states that recurrent ops write: prompts in steps, views, what is refused, compiled calls."""
+"""The states that recurrent ops write: prompts in steps, views, what is refused."""
 
 from __future__ import annotations
 
@@ -104,22 +104,3 @@ def test_refused_for_their_memory(
     with pytest.raises(ValueError, match="state: .* its own place"):
         OPS[op][0](**given | {"state": state[:1].expand_as(state)})
     assert torch.equal(state, before)
-
-
-@pytest.mark.parametrize("op", SCANS)
-def test_a_compiled_step(op: str, backend: Backend) -> None:
-    """What is compiled sees the state that it wrote."""
-    given = put_operands(op, (1, 1, 1, 2, 16, 8), backend)
-    state = given.pop("state")
-
-    def step(state: Tensor) -> Tensor:
-        y: Tensor = OPS[op][0](**given, state=state)
-        return y.sum() + state.sum()
-
-    torch._dynamo.reset()
-    results = []
-    for f in (step, torch.compile(step, backend="aot_eager", fullgraph=True)):
-        own = state.clone()
-        results.append((f(own), f(own), own))
-    for one, other in zip(*results, strict=True):
-        assert torch.equal(one, other)
