@@ -9,7 +9,7 @@ import pytest
 import torch
 from backends import Backend, leaf
 from inputs import activations, random_weight
-from oracle import DTYPES, Value, check, spec
+from oracle import DTYPES, KINDS, Value, check, spec
 from torch import Tensor, nn
 from torch.autograd import forward_ad
 
@@ -42,7 +42,7 @@ def test_dx_is_grad_times_the_weight(name: str, dtype: torch.dtype, backend: Bac
 
 
 @pytest.mark.parametrize("dtype", [torch.float32], ids=str)
-@pytest.mark.formats
+@pytest.mark.parametrize("name", KINDS)
 def test_layouts_of_the_gradient(name: str, dtype: torch.dtype, backend: Backend) -> None:
     """Gradients arrive expanded (from sum), strided, transposed; after any strategy of a CPU."""
     k = backend.k(name)
@@ -61,7 +61,7 @@ def test_layouts_of_the_gradient(name: str, dtype: torch.dtype, backend: Backend
 
 
 @pytest.mark.parametrize("dtype", [torch.float32], ids=str)
-@pytest.mark.formats
+@pytest.mark.parametrize("name", KINDS)
 def test_double_backward(name: str, dtype: torch.dtype, backend: Backend) -> None:
     """The gradient of dx = g W with respect to g is the product with W, and so on."""
     k = formats.get(name).block_values * 3
@@ -79,7 +79,7 @@ def test_double_backward(name: str, dtype: torch.dtype, backend: Backend) -> Non
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.formats
+@pytest.mark.parametrize("name", KINDS)
 def test_gradient_of_swiglu(name: str, dtype: torch.dtype, backend: Backend) -> None:
     """dx = (g u silu'(a)) G + (g silu(a)) U, a = x Gᵀ, u = x Uᵀ."""
     k = formats.get(name).block_values * 2
@@ -102,7 +102,7 @@ def test_gradient_of_swiglu(name: str, dtype: torch.dtype, backend: Backend) -> 
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.formats
+@pytest.mark.parametrize("name", KINDS)
 def test_gradients_of_swiglu_linear(name: str, dtype: torch.dtype, backend: Backend) -> None:
     """With h = g W: dgate = h u silu'(gate), dup = h silu(gate), dbias = sum of g."""
     k = formats.get(name).block_values * 2
