@@ -84,7 +84,7 @@ def test_keys_of_f16_between_the_words_of_values(backend: Backend) -> None:
 def test_parts_of_a_long_context(length: int, backend: Backend) -> None:
     """Lengths at which parts are longer than the shortest, and shorter than the cache."""
     cache = layer((1, 1, max(4700, length + 200), 64), length, ("q8_0", "q8_0"))
-    calls = product((1, 9), STRATEGIES[:2]) if length < 9000 else [(1, "attention_split")]
+    calls = product((1, 9), STRATEGIES[:2]) if length < 4500 else [(1, "attention_split")]
     for queries, strategy in calls:
         q = activations(1, 2, queries, 64, seed="q")
         window = 70 if queries == 9 else 0

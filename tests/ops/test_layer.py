@@ -46,7 +46,9 @@ def test_rms_norm(k: int, dtype: torch.dtype, backend: Backend) -> None:
     x = sized_rows(5, k, dtype)
     residual = activations(5, k, dtype=dtype, seed="residual")
     gate = (activations(5, k + 1, seed="gate") * 8).to(dtype)[:, 1:]
-    for g_dtype in (None, *DTYPES):
+    others = (None, *DTYPES)
+    turn = (k + DTYPES.index(dtype)) % 2
+    for g_dtype in others[turn::2] if backend.is_slow else others:
         g = None if g_dtype is None else activations(k, dtype=g_dtype, seed="g")
         for offset in (0.0, 1.0) if g is not None else (0.0,):
             want = normalized(x, g, EPS, offset)
