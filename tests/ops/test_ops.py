@@ -27,6 +27,18 @@ CHECKS: tuple[str, ...] = ("test_schema", "test_faketensor")
 CHECKS += ("test_autograd_registration", "test_aot_dispatch_dynamic")
 
 
+def given_tensors(label: str) -> int:
+    return sum(isinstance(t, Tensor) for t in named(CALLS[label]).values())
+
+
+# {op: the call of it with the fewest operands and the one with the most}
+ENDS = {
+    op: {pick((n for n, call in CALLS.items() if call[0] is op), key=given_tensors)
+         for pick in (min, max)}
+    for op, _, _ in CALLS.values()
+}  # fmt: skip
+
+
 def moved(given: Any, backend: Backend, grad: bool) -> Any:
     """An argument on the engine's device; with `grad`, one that requires it where it can: weights
     are dense in the shapes below, of experts too."""
@@ -55,10 +67,11 @@ def test_every_op_is_called() -> None:
 )
 def test_opcheck(label: str, grad: bool, backend: Backend) -> None:
     """Schema (no argument is changed that it does not name, none is in the result), autograd
-    registration, shape, dtype and strides of fakes, and AOT dispatch with dynamic shapes, which
-    records a gradient where there is one. A slow engine takes what depends on the engine: the
-    schema and the fakes."""
-    is_traced = (grad or label.startswith(FROZEN)) and not backend.is_slow
+    registration, shape, dtype and strides of fakes; of two calls of each op AOT dispatch with
+    dynamic shapes, which records a gradient where there is one. A slow engine takes what depends
+    on the engine: the schema and the fakes."""
+    is_recorded = grad or label.startswith(FROZEN)
+    is_traced = is_recorded and label in ENDS[CALLS[label][0]] and not backend.is_slow
     checks = CHECKS if is_traced else CHECKS[:2]
     dtypes = [torch.float32] if grad else [torch.bfloat16]
     if label.startswith(FROZEN) and not is_traced:  # which have no case with a gradient
