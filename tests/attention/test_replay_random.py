@@ -166,7 +166,7 @@ def _sequence(model: Any, kind: str, engine: str, r: random.Random) -> None:
 
 
 # {engine: sequences, usually and with METALMM_TEST_CASES=all}
-COUNTS = {"cpu": (24, 10_000), "emulator": (2, 50), "cuda": (24, 400)}
+COUNTS = {"cpu": (24, 10_000), "emulator": (4, 50), "cuda": (24, 400)}
 
 
 @pytest.mark.parametrize("engine", COUNTS)
