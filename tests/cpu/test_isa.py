@@ -73,7 +73,7 @@ torch.ops.metalmm.linear(torch.ones(1, 32), torch.ones(1, 32), None, "f32")
 """
 
 
-@pytest.mark.parametrize(("isa", "code"), [("sse9", ALONE), ("AVX2", OP), ("avx512 ", ALONE)])
+@pytest.mark.parametrize(("isa", "code"), [("sse9", ALONE), ("AVX3", OP), ("avx512 ", ALONE)])
 def test_an_unknown_instruction_set_is_an_error(isa: str, code: str) -> None:
     """ValueError that names the variable, the value and what is allowed, from the op too."""
     run = python(isa, "-c", code)

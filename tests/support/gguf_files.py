@@ -61,6 +61,7 @@ ARCHITECTURES: dict[str, dict[str, Any]] = {
     "llama": _DECODER | {"rope.dimension_count": 64},
     "qwen2": _DECODER,
     "qwen3": _DECODER,
+    "phi3": _DECODER,
     "gemma2": _DECODER | {"attention.key_length": 64, "attention.sliding_window": 64},
     "gemma3": _DECODER | {"attention.key_length": 64, "attention.sliding_window": 64},
     "gemma4": _DECODER
@@ -73,6 +74,7 @@ ARCHITECTURES: dict[str, dict[str, Any]] = {
     | _LAYER_NORM
     | {"attention.key_length": 64, "attention.relative_buckets_count": 32}
     | {"decoder_start_token_id": 0},
+    "lfm2": _DECODER | {"attention.head_count_kv": [0, 2], "shortconv.l_cache": 3},
     "qwen35": _QWEN35,
     "qwen35moe": _QWEN35 | _MOE | _SHARED,
     "qwen3next": _QWEN3NEXT | _MOE | _SHARED,
