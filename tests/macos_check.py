@@ -30,6 +30,7 @@ import support  # noqa: F401  (its modules by their plain names)
 # isort: split
 from macho import MachO, listed
 from macos_build import (
+    PER_OPERATOR,
     compile_for_macos,
     is_of_macos,
     python_headers,
@@ -71,9 +72,9 @@ class Objects:
     def of(self, files: list[Source], include: Path, version: str) -> list[MachO | str]:
         """The objects; of a file that does not compile the messages."""
         header = self._folder / f"{version}.h"
-        header.write_text("#include <ATen/ATen.h>\n#include <torch/library.h>\n")
+        header.write_text('#include "ops/aten.h"\n#include <torch/library.h>\n')
         precompiled = header.with_suffix(".pch")
-        if said := compile_for_macos(header, precompiled, include, version):
+        if said := compile_for_macos(header, precompiled, include, version, PER_OPERATOR):
             return [said] * len(files)
 
         def one(source: Source) -> MachO | str:
@@ -82,7 +83,7 @@ class Objects:
             file, more = source
             out = self._folder / f"{abs(hash(source))}.o"
             if uses_torch(file) and file.suffix == ".cpp":
-                more = (*more, "-include-pch", str(precompiled))
+                more = (*dict.fromkeys((*more, *PER_OPERATOR)), "-include-pch", str(precompiled))
             said = compile_for_macos(file, out, include, version, more)
             result = said or MachO(out.read_bytes())
             if not uses_torch(file):

@@ -170,12 +170,15 @@ def of_cpp(file: str) -> Iterator[Mutant]:
 
 _ID = 'mm_mutant("mutant @;")'  # @: the number of the mutant; the text is found in what is compiled
 _MUTANT = (
+    "#ifndef MM_MUTANTS\n"  # several files may be compiled as one
+    "#define MM_MUTANTS\n"
     "#include <cstdlib>\n"
     "#include <cstring>\n"
     "[[gnu::noinline]] static bool mm_mutant(const char* text) {\n"
     '  static const char* chosen = getenv("METALMM_MUTANT");\n'
     "  return chosen && !strcmp(chosen, text);\n"
     "}\n"
+    "#endif\n"
 )
 
 

@@ -16,8 +16,8 @@ import torch
 
 from torch_metalmm import PackedCache, fuse_, quantize_
 from torch_metalmm.models.cache_argument import cache_in, with_cache
-from torch_metalmm.msl.build import ROOT
 
+from ..devices import ROOT
 from ..report import model_tables
 from ..runner import Record, Run
 from ..tables import replace_block, status, to_markdown

@@ -1,6 +1,7 @@
 // Memory whose vectors lie each in one line of the cache.
 #pragma once
 
+#include <cstddef>
 #include <new>
 #include <vector>
 

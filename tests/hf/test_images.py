@@ -246,3 +246,16 @@ def test_dense_files_without_a_weight(tmp_path: Path) -> None:
     tensor("proj_out.weight", None, WEIGHTS)(folder)
     with pytest.raises(ValueError, match="no tensor for proj_out.weight, which is to be packed"):
         load("flux", folder, quantization_config=MetalMMConfig("q8_0"))
+
+
+def test_formats_by_name_and_layers_left_dense(tmp_path: Path) -> None:
+    config = MetalMMConfig("q8_0", modules={"*.attn.*": "q4_0"}, skip=["x_embedder", "norm_out"])
+    model = load("flux", dense_folder("flux", tmp_path), quantization_config=config)
+    assert type(model.x_embedder) is nn.Linear and type(model.norm_out.linear) is nn.Linear
+    assert model.transformer_blocks[0].attn.to_q.format == "q4_0"
+    assert model.proj_out.format == "q8_0"
+    activations_(model, "int8")
+    model.save_pretrained(tmp_path / "packed")
+    loaded = load("flux", tmp_path / "packed")
+    assert same_bytes(loaded, model) and loaded.proj_out.activations == "int8"
+    assert torch.equal(noise(loaded), noise(model))

@@ -140,3 +140,15 @@ def test_the_loss_of_a_compiled_model_has_the_same_gradients() -> None:
         f(input_ids=tokens, labels=tokens, use_cache=False).loss.backward()
         grads.append([p.grad for p in model.parameters() if p.requires_grad])
     assert len(grads[0]) == 4 and all(map(torch.equal, *grads))
+
+
+@pytest.mark.usefixtures("fresh_dynamo")
+def test_inductor_computes_the_same() -> None:
+    """Its own kernels between our ops round otherwise: by parts in a million, not more."""
+    model = llama("fused", num_hidden_layers=1)
+    compiled = torch.compile(model, fullgraph=True, dynamic=True)
+    for shape in ((2, 5), (3, 8)):
+        want = logits(model, token_ids(*shape))
+        got = logits(compiled, token_ids(*shape))
+        assert near(got, want)
+    assert not torch._dynamo.utils.counters["graph_break"]

@@ -217,7 +217,7 @@ def declarations(
     tokens: list[Token], i: int, end: int, namespace: str = "", is_member: bool = False
 ) -> Iterator[tuple[list[Token], int, int, str, bool]]:
     """(words before its body or ";"; places of its body's "{" and "}", or 0; namespace; whether
-    it is of a member of a struct) of each declaration in tokens[i:end]."""
+    it is a member of a struct) of each declaration in tokens[i:end]."""
     begin = i
     while i < end:
         text = tokens[i].text

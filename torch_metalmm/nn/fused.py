@@ -225,10 +225,10 @@ class FusedMLP(nn.Module):
     those of this class. A single row (decoding) takes the form, more rows always the first:
       "swiglu"         gate, up, activation and product in one op, then down
       "swiglu_linear"  gate, then up, then activation, product and down in one op
-    Rejected: the form that takes less time here. On 1 and 2 cores of an AVX-512 CPU both take the
-    same, within 5 % (q4_0, q4_k and q8_0, 576 x 1536 to 2048 x 5632), so that noise chose, and with
-    it the roundings of an answer.
     With a cut of the gate all rows take the second.
+    Rejected: the form that takes less time on this machine. On 1 and 2 cores of an AVX-512 CPU both
+    take the same, within 5 % (q4_0, q4_k and q8_0, 576 x 1536 to 2048 x 5632), so that noise chose,
+    and with noise the roundings of an answer. GPUs were not compared.
     Where a layer is not a plain packed one any more (it got an adapter or a hook), or the module
     has changed, it computes itself.
     """

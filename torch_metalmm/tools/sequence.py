@@ -151,7 +151,9 @@ def context_of(model: Any, given: int | None = None) -> int | None:
 
 
 def room_behind(name: str, count: int, context: int | None, most: int | None) -> int:
-    """Tokens that may follow so many of `name`, `most` if they are given. ValueError: none."""
+    """Tokens that may follow so many of `name`, at most `most`, where it is given.
+
+    ValueError: none."""
     if context is not None and count >= context:
         raise ValueError(
             f"{name}: {count} tokens; the context has {context}, the answer's included"

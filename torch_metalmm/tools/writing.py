@@ -69,7 +69,7 @@ class Writing:
         show: Callable[[str], object],
         is_over: Callable[[], bool] = never,
     ) -> None:
-        """is_over: whether nobody waits for more."""
+        """options: max_new_tokens is a number. is_over: whether nobody waits for more."""
         self.tokens, self._count, self._most = list(ids), len(ids), options.max_new_tokens or 0
         self.begun = time.perf_counter()
         self.times: list[float] = []  # when tokens came, of several at once the same time for each
@@ -98,7 +98,7 @@ class Writing:
             return "stop"
         if self._is_over():
             return "interrupted"
-        return "" if self.left() else "length"
+        return "" if self.left() > 0 else "length"
 
     def put(self, value: Tensor) -> None:
         """What generate() tells."""

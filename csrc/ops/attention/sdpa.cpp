@@ -1,5 +1,6 @@
 #include "sdpa.h"
 
+#include <ATen/Context.h>
 #include <ATen/SDPBackend.h>
 
 #include <algorithm>
@@ -97,13 +98,13 @@ struct Call {
     const bool is_grouped = q.size(1) != keys.size(1);
     // No torch has this choice for MPS, where its attention stores no scores from 2.13 on.
     auto choice = at::SDPBackend::overrideable;
-    if (!q.is_mps()) {
+    if (q.is_cuda() || (!options.strategy.has_value() && !q.is_mps())) {
       choice = static_cast<at::SDPBackend>(at::_fused_sdp_choice(
           q, keys, values, seen, 0.0, panels.is_causal, options.scale, is_grouped));
     }
     if (!options.strategy.has_value() && choice == at::SDPBackend::math) return {};
     const bool by_flash = choice == at::SDPBackend::cudnn_attention && !seen.has_value() &&
-                          fits_flash(q, keys.size(2));
+                          at::globalContext().userEnabledFlashSDP() && fits_flash(q, keys.size(2));
     const at::Tensor y =
         by_flash ? std::get<0>(at::_scaled_dot_product_flash_attention(
                        q, keys, values, 0.0, panels.is_causal, false, options.scale))

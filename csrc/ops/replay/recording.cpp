@@ -5,6 +5,8 @@
 #include <algorithm>
 #include <atomic>
 
+#include "ops/aten.h"
+
 namespace metalmm::replay {
 namespace {
 

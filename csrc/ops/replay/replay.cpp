@@ -5,6 +5,8 @@
 #include <algorithm>
 #include <stdexcept>
 
+#include "ops/aten.h"
+
 namespace metalmm::replay {
 namespace {
 

@@ -228,6 +228,24 @@ def adapted(model: Any, *targets: str) -> Any:
 TARGETS = ("q_proj", "v_proj", "up_proj", "down_proj")
 
 
+def test_adapters_on_a_fused_model_count() -> None:
+    """MLPs with adapters fall back, and so do q, k and v: parts that compute alone."""
+    plain = adapted(packed_llama(), *TARGETS)
+    model = adapted(fuse_(packed_llama(), "swiglu"), *TARGETS)
+    ids = token_ids(2, 6)
+    want = plain(ids).logits
+    assert torch.equal(model(ids).logits, want)
+    with model.disable_adapter():
+        assert not torch.equal(model(ids).logits, want)
+    for m in (plain, model):
+        m(input_ids=ids, labels=ids).loss.backward()
+    trained = {n: p.grad for n, p in plain.named_parameters() if "lora_" in n}
+    assert len(trained) == 16
+    for name, p in model.named_parameters():
+        if "lora_" in name:
+            assert near(p.grad, trained[name])
+
+
 def test_merging_adapters_needs_unfusing() -> None:
     """The error comes before any layer is merged, whether fuse_ or the adapters came first."""
     targets = (*TARGETS, "o_proj", "embed_tokens")

@@ -28,6 +28,8 @@ import torch_version  # noqa: E402
 TORCH = Path(torch.__file__).parent
 # Of what includes no header of torch.
 STANDARD = re.findall(r"set\(CMAKE_CXX_STANDARD (\d+)\)", (ROOT / "CMakeLists.txt").read_text())[0]
+# Headers of torch are of one function each, as CMakeLists.txt has it.
+PER_OPERATOR = ("-DAT_PER_OPERATOR_HEADERS",)
 STUBS = Path(__file__).with_name("apple_stubs")
 # What libc++, its ABI library and libobjc have. ziglang has the list of libSystem's.
 _LANGUAGE = re.compile(
@@ -128,7 +130,7 @@ def sources(folder: Path) -> list[tuple[Path, tuple[str, ...]]]:
     ):
         command = [sys.executable, ROOT / "csrc" / script, ROOT / source, build / made]
         subprocess.run(command, check=True)
-    kept = "-DMM_", f"-I{build}"
+    kept = "-DMM_", *PER_OPERATOR, f"-I{build}"
     rows = json.loads((build / "compile_commands.json").read_text())
     return [
         (Path(row["file"]), tuple(w for w in shlex.split(row["command"]) if w.startswith(kept)))

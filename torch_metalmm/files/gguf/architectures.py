@@ -170,7 +170,7 @@ def _read(file: GgufFile, row: Architecture, key: str, name: str, values: dict[s
 
 def _heads(file: GgufFile) -> int:
     key, width = f"{file.architecture}.attention.head_count", file.stated("embedding_length")
-    return file.integer(key, file.value(key), 1, width if type(width) is int else 0)
+    return file.integer(key, file.value(key), 1, width if type(width) is int else None)
 
 
 def _predicting(file: GgufFile, prefix: str) -> int:

@@ -136,6 +136,7 @@ def planes_of(
     if given[0] != LEAVES[0]:
         raise ValueError(f"{source.path}: {key}.weight is missing")
     planes = [source.read(f"{name}.{leaf}") for leaf in given]
+    places = [list(p.shape[:-1]) for p in planes]
     first = list(planes[0].shape)
     if len(shape) > 2:
         planes = [p.flatten(0, 1) if p.dim() == len(shape) else p for p in planes]
@@ -144,6 +145,8 @@ def planes_of(
         format = quantization.of(key, codes, scales, shape[-1]).format(scales.dtype)
         if first[:-1] != [*shape[:-1]]:
             raise ValueError(f"weight is {first}, the model has {count}")
+        if len(shape) > 2 and any(place != places[0] for place in places):  # else pack() tells
+            raise ValueError(f"scales and biases are not those of {count}")
         check_planes(format, *biases)
     return format, planes
 

@@ -1,7 +1,7 @@
 """States of recurrent layers of many texts: a place of memory that stays for each one under way.
 
-Those of a step's texts follow each other, so the step reads and writes one view of each state;
-where they do not, they are moved first. A state cannot go back to an earlier token: some are kept
+The places of a step's texts follow each other, so the step reads and writes one view of each state;
+where they do not, states are moved first. A state cannot go back to an earlier token: some are kept
 as they were behind a page, the least recently used ones go first, and a later text that begins
 with these pages goes on from there.
 """

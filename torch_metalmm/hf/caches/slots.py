@@ -92,7 +92,7 @@ class Slots:
 class Fixed:
     """The slots [count] of a step's entries, and the length behind them, in memory that stays.
 
-    Of the layers of each window: entries of a window move to the front, those of others do not.
+    Layers of one window have one such pair: their entries move to the front, no others do.
     """
 
     def __init__(self, count: int, device: torch.device, windows: Iterable[int]) -> None:

@@ -138,7 +138,7 @@ class Session:
         return answer
 
     def _prefill(self, answer: Writing) -> None:
-        """Read all but the last tokens, which generate() reads, or as many as it is asked for."""
+        """Read all but the last tokens, which generate() reads, up to where the answer is over."""
         ids = answer.tokens
         sees = self._drafter if isinstance(self._drafter, Sees) else None
         if sees is not None:

@@ -12,7 +12,7 @@ from ..sequence import context_of, room_behind
 from ..writing import hidden_tokens
 from .calling import Wanted
 from .engine import Prompt
-from .errors import ApiError, unsupported, wrong
+from .errors import ApiError, too_long, unsupported, wrong
 from .forms import Form, Forms
 from .pictures import content_of, taken_out
 from .schema import Chat, Completion, Generation
@@ -158,7 +158,7 @@ class Prompts:
         try:
             return room_behind(name, len(ids), self._context, most)
         except ValueError as error:
-            raise ApiError(400, str(error), name, "context_length_exceeded") from None
+            raise too_long(name, str(error).partition(": ")[2]) from None
 
     def _ids(self, text: str, name: str, **options: Any) -> list[int]:
         return self.tokens.of(text, name, self._context, **options)

@@ -48,10 +48,6 @@ class Piece(NamedTuple):
     scored: list[Scored] = []
     reason: str | None = None
 
-    def __add__(self, more: Piece) -> Piece:  # type: ignore[override]
-        both = self.text + more.text, self.thought + more.thought, self.calls + more.calls
-        return Piece(*both, self.scored + more.scored, more.reason)
-
     @property
     def content(self) -> str:
         """The text, without the space around calls."""
@@ -59,7 +55,7 @@ class Piece(NamedTuple):
 
 
 class Choice:
-    """An answer in pieces: thoughts and calls of functions apart from the text. whole: all of them.
+    """An answer in pieces: thoughts and calls of functions apart from the text.
 
     prompt: as Splitter's. Where no call may come, what looks like one is text; calls None: so is
     what looks like a thought. before: what the text begins with, before the answer.
@@ -69,7 +65,9 @@ class Choice:
         self, spell: Spell, prompt: str = "", calls: Calls | None = None, before: str = ""
     ) -> None:
         self.spell, self.before = spell, before
-        self.finish, self.whole = Finish("length", 0, 0, 0), Piece()
+        self.finish = Finish("length", 0, 0, 0)
+        self._pieces: list[Piece] = []
+        self.calls: list[Object] = []  # of all pieces
         self._may = calls or Calls(None, [], is_forced=False, are_many=False)
         if self._may.is_forced:  # a mark in the call's arguments is none
             marks = [m for m in [opened_by(prompt)] if m is not None and m.kind == THOUGHT]
@@ -86,7 +84,7 @@ class Choice:
         elif isinstance(came, Finish):
             self.finish = came
             yield from self._parts(self._splitter.end())
-            has_called = self.whole.calls and came.reason == "stop"
+            has_called = self.calls and came.reason == "stop"
             yield self._piece(reason="tool_calls" if has_called else came.reason)
         else:
             yield from self._parts(self._splitter.feed(came))
@@ -94,8 +92,18 @@ class Choice:
     def _piece(self, **fields: Any) -> Piece:
         """With the scores of the tokens since the last one."""
         piece, self._scored = Piece(scored=self._scored, **fields), []
-        self.whole += piece
+        self._pieces.append(piece)
+        self.calls += piece.calls
         return piece
+
+    @property
+    def whole(self) -> Piece:
+        """All pieces as one."""
+        text, thought = ("".join(getattr(p, n) for p in self._pieces) for n in ("text", "thought"))
+        scored = [one for p in self._pieces for one in p.scored]
+        return Piece(
+            text, thought, self.calls, scored, self._pieces[-1].reason if self._pieces else None
+        )
 
     def _parts(self, parts: Iterator[tuple[str, str]]) -> Iterator[Piece]:
         for kind, text in parts:
@@ -111,7 +119,7 @@ class Choice:
             yield self._piece(text=text)
             return
         for call in found:
-            if self.whole.calls and not self._may.are_many:
+            if self.calls and not self._may.are_many:
                 return
             arguments = json.dumps(call["arguments"], ensure_ascii=False)
             id = uuid.uuid4().hex[:9]  # 9 letters or digits, as Mistral's templates demand
@@ -219,7 +227,7 @@ class ChatChoices(Choices):
             yield self._event(self._choice(i, opening, Piece()))
 
     def _chunk(self, index: int, piece: Piece) -> Object:
-        before = len(self._choices[index].whole.calls) - len(piece.calls)
+        before = len(self._choices[index].calls) - len(piece.calls)
         calls = [{"index": before + i, **call} for i, call in enumerate(piece.calls)]
         told = {"reasoning_content": piece.thought, "content": piece.text, "tool_calls": calls}
         return {"delta": {name: value for name, value in told.items() if value}}

@@ -75,7 +75,8 @@ class Asked(Request):
         raise NotImplementedError
 
     def as_chat(self, **own: Any) -> Chat:
-        """The chat of the fields that this request has in other words alone, and of `own`."""
+        """A chat of this request's fields, by `names` where these are other words, and of `own`,
+        which counts more."""
         named = {field.name: self.names.get(field.name, field.name) for field in fields(Chat)}
         return Chat(**{name: getattr(self, word, None) for name, word in named.items()} | own)
 
