@@ -107,6 +107,7 @@ REFUSED: dict[str, list[tuple[Change | None, dict[str, Any], str]]] = {
             ("block_count", "text", "block_count = 'text', but it has 30 tensors"),
             ("embedding_length", 2**31, "embedding_length = 2147483648, but token_embd.weight is"),
             ("embedding_length", "text", "embedding_length = text, but token_embd.weight is"),
+            ("embedding_length", None, "llama.embedding_length is missing, or a list"),
             ("feed_forward_length", 99, r"is \[40, 56\], but the model's .* is \[40, 99\]"),
             ("attention.head_count", 0, "head_count = 0; allowed: integers from 1 to 40"),
             ("attention.head_count", 2**30, "1073741824; allowed: integers from 1 to 40"),
