@@ -229,15 +229,15 @@ def test_gradients_are_those_of_torch(queries: int, backend: Backend) -> None:
         torch.testing.assert_close(a.cpu().double(), b, rtol=1e-4, atol=1e-5)
 
 
-def test_packed_rows_have_no_gradient(backend: Backend) -> None:
+def test_packed_entries_have_no_gradient(backend: Backend) -> None:
     cache = layer((1, 2, 9, 64), 9, ("q8_0", "f16"))
     q = backend.put(activations(1, 2, 3, 64)).requires_grad_()
     args = ("q8_0", "f16", backend.put(torch.tensor(9)))
-    rows = [backend.put(t) for t in (cache.keys, cache.values)]
-    with pytest.raises(ValueError, match="q: requires grad.*packed rows"):
-        ops.attention(q, *rows, *args)
+    entries = [backend.put(t) for t in (cache.keys, cache.values)]
+    with pytest.raises(ValueError, match="q: requires grad.*packed entries"):
+        ops.attention(q, *entries, *args)
     with torch.no_grad():
-        ops.attention(q, *rows, *args)
+        ops.attention(q, *entries, *args)
 
 
 @pytest.mark.parametrize("softcap", [0.0, 9.0])

@@ -12,10 +12,11 @@ namespace metalmm::gradients {
 // Through keys and values of a dense format, and what they are multiplied by, a gradient is that of
 // composed::attention; a packed cache has none.
 Tensor recorded(const args::attention& a) {
-  for (const Tensor& rows : {a.keys, a.values}) {
-    TORCH_CHECK_VALUE(rows.scalar_type() != at::kByte,
-                      "q: requires grad, but attention has no gradient through packed rows; pass "
-                      "q.detach(), call it under torch.no_grad(), or use a cache of floats");
+  for (const Tensor& entries : {a.keys, a.values}) {
+    TORCH_CHECK_VALUE(
+        entries.scalar_type() != at::kByte,
+        "q: requires grad, but attention has no gradient through packed entries; pass "
+        "q.detach(), call it under torch.no_grad(), or use a cache of floats");
   }
   TORCH_CHECK_VALUE(!a.pages.has_value(),
                     "pages: attention through pages has no gradient; call it "
@@ -25,8 +26,8 @@ Tensor recorded(const args::attention& a) {
 }
 
 void cache_append_of_views(const args::cache_append& a) {
-  for (const auto& [name, rows] : {std::pair{"keys", a.keys}, std::pair{"values", a.values}}) {
-    TORCH_CHECK_VALUE(!rows.is_neg() && !rows.is_conj(), name,
+  for (const auto& [name, entries] : {std::pair{"keys", a.keys}, std::pair{"values", a.values}}) {
+    TORCH_CHECK_VALUE(!entries.is_neg() && !entries.is_conj(), name,
                       ": a negated or conjugate view, which is not written; pass the tensor");
   }
   const auto plain = [](const Tensor& t) { return t.resolve_neg().resolve_conj(); };

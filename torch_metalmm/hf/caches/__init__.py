@@ -4,17 +4,17 @@ from __future__ import annotations
 
 from ... import formats
 
-# The attention function that reads packed rows. Its name is here because attention.py, which
+# The attention function that reads packed entries. Its name is here because attention.py, which
 # registers the function, may be half imported where others need the name.
 ATTENTION = "metalmm"
 
 
-# The end of a format's name if its rows are those of torch.ops.metalmm.hadamard(values).
+# The end of a format's name if its entries are those of torch.ops.metalmm.hadamard(values).
 _ROTATED = "_rotated"
 
 
 def format_of(name: str) -> tuple[formats.Format, bool]:
-    """The format of a cache's rows, and whether they are of rotated values ("q4_0_rotated").
+    """The format of a cache's entries, and whether they are of rotated values ("q4_0_rotated").
 
     ValueError: such a format there is not, it is only read, or is rotated without blocks of 32.
     """

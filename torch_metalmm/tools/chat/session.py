@@ -126,7 +126,7 @@ class Session:
                 if not answer.reason():
                     self._generate(answer)
             reason = answer.reason() or "length"
-        except KeyboardInterrupt:  # in the middle of a layer, whose rows may be half there
+        except KeyboardInterrupt:  # in the middle of a layer, whose entries may be half there
             self.sequence.forget()
             reason = "interrupted"
         except BaseException:
@@ -224,7 +224,7 @@ class Session:
         finally:
             hook.remove()
         for layer in self.sequence.cache.layers:
-            if hasattr(layer, "record_past"):  # set by assisted decoding; it keeps all rows
+            if hasattr(layer, "record_past"):  # set by assisted decoding; it keeps all entries
                 layer.record_past = False
 
     # ---- what stays

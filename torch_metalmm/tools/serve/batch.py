@@ -42,10 +42,10 @@ ROWS = 4  # rows of a step whose bits in packed layers do not depend on the numb
 
 
 def can_share(model: Any) -> bool:
-    """Whether its answers can share steps: by rows of tokens, our attention function, and our ops
-    where a layer is recurrent.
+    """Whether its answers can share steps: by entries of tokens, our attention function, and our
+    ops where a layer is recurrent.
 
-    A chunk's first row, unlike that of a window, is not always behind the last one's.
+    A chunk's first entry, unlike that of a window, is not always behind the last one's.
     """
     kinds = getattr(model.config.get_text_config(decoder=True), "layer_types", None) or ()
     if (
@@ -74,7 +74,7 @@ _NUMBERS = itertools.count()
 
 
 class _Answer(Choosing):
-    """A job under way: `held` has rows of a beginning of `tokens`."""
+    """A job under way: `held` has entries of a beginning of `tokens`."""
 
     def __init__(
         self, job: Job, cache: PagedCache, model: Any, tokenizer: Any, guessing: Guessing | None
@@ -85,10 +85,10 @@ class _Answer(Choosing):
         self.owner, self.may_draft = job.owner, guessing is not None
         self.drafter: Drafter | None = None
         self.guessed = self.right = 0  # tokens that were guessed, and those that were chosen
-        self.kept: int | None = None  # tokens of the prompt whose rows another text has read
+        self.kept: int | None = None  # tokens of the prompt whose entries another text has read
 
     def begin(self) -> None:
-        """Hold the rows of its prompt's beginning that the cache has."""
+        """Hold the entries of its prompt's beginning that the cache has."""
         kept = self.held.begin(self.job.ids, LEAST)
         self.kept = kept if self.kept is None else self.kept
         if self._guessing is not None:
@@ -124,7 +124,7 @@ class _Answer(Choosing):
             self.held.keep_states()
 
     def unread(self, most: int) -> list[int]:
-        """The first tokens without a row, up to so many."""
+        """The first tokens without an entry, up to so many."""
         return self.tokens[len(self.held.tokens) :][:most]
 
     def choose(self, logits: Tensor) -> str:
@@ -160,9 +160,9 @@ class Batch(Runner):
         memory: int | None = None,
         guessing: Guessing | None = None,
     ) -> None:
-        """most: answers at a time. cache: the format of rows; None: the model's dtype. memory:
-        bytes of all rows; None: a quarter of what the machine has free, and fewer answers at a time
-        where their states take more than half of it.
+        """most: answers at a time. cache: the format of entries; None: the model's dtype. memory:
+        bytes of all entries; None: a quarter of what the machine has free, and fewer answers at a
+        time where their states take more than half of it.
         """
         self.model, self._tokenizer, self._guessing = model, tokenizer, guessing
         format = cache or DTYPE_NAMES[model.dtype]
@@ -272,7 +272,7 @@ class Batch(Runner):
         known = len(answer.tokens) - len(answer.held.tokens)
         guesses, right, kept = ids[known:], answer.right, min(known, len(ids))
         answer.guessed += len(guesses)
-        if kept == known:  # the last token has a row, and another is to be chosen
+        if kept == known:  # the last token has an entry, and another is to be chosen
             for guess in [*guesses, None]:
                 if not self._goes_on(answer, logits[kept - 1 : kept], guess):
                     return 0

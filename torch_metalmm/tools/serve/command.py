@@ -93,7 +93,7 @@ def _add_limits(group: argparse._ArgumentGroup) -> None:
         "--cache-memory",
         None,
         "MIB",
-        "of the rows of all answers and of those kept for prompts to come; "
+        "of the keys and values of all answers and of those kept for prompts to come; "
         "default: a quarter of what is free",
     )
     limit("--max-new-tokens", None, "N", "of any request; default: what the context has room for")

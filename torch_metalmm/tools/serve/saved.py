@@ -1,10 +1,10 @@
-"""The rows of prompts in a file, for the next server of the same model.
+"""The entries of prompts in a file, for the next server of the same model.
 
-A safetensors file: "layers.0.keys", "layers.0.values" [kv_heads, pages, 64, row] and so on,
+A safetensors file: "layers.0.keys", "layers.0.values" [kv_heads, pages, 64, entry] and so on,
 "tokens" int64 [pages, 64], "before" int64 [pages], the place in the file of the page before, or
 -1 - i of a text's first page, whose owner is the i-th. Of recurrent layers "states.0" and so on,
 each [kept, ...], and "behind" int64 [kept], the pages behind which they are. In the metadata
-"metalmm_prompts", JSON: version; model, which the rows are of; owners, in hex digits.
+"metalmm_prompts", JSON: version; model, which the entries are of; owners, in hex digits.
 """
 
 from __future__ import annotations
@@ -66,9 +66,9 @@ class SavedPrompts:
             follows = [i if i >= 0 else owners[-1 - i] for i in before.tolist()]
             given = self._cache.pages.restore(follows, [tuple(t) for t in tokens.tolist()])
             for name, own in self._tensors():
-                rows = file.get_tensor(name)
-                _check(name, rows, own.dtype, [own.shape[0], count, *own.shape[2:]])
-                own[:, given] = rows[:, : len(given)].to(own.device)
+                entries = file.get_tensor(name)
+                _check(name, entries, own.dtype, [own.shape[0], count, *own.shape[2:]])
+                own[:, given] = entries[:, : len(given)].to(own.device)
             if self._cache.states:
                 self._read_states(file, given, count)
 
@@ -123,13 +123,13 @@ class SavedPrompts:
         return found
 
     def _tensors(self) -> Iterator[tuple[str, Tensor]]:
-        """(name, rows [kv_heads, pages, 64, row] of the cache)."""
+        """(name, entries [kv_heads, pages, 64, entry] of the cache)."""
         for i, layer in enumerate(self._cache.layers):
             if not isinstance(layer, PagedLayer):
                 continue
             for name in ("keys", "values"):
-                rows: Tensor = getattr(layer, name)[0]
-                yield f"layers.{i}.{name}", rows.view(len(rows), -1, SLOTS, rows.shape[2])
+                entries: Tensor = getattr(layer, name)[0]
+                yield f"layers.{i}.{name}", entries.view(len(entries), -1, SLOTS, entries.shape[2])
 
 
 def _check(name: str, tensor: Tensor, dtype: torch.dtype, shape: list[int]) -> None:
@@ -139,7 +139,7 @@ def _check(name: str, tensor: Tensor, dtype: torch.dtype, shape: list[int]) -> N
 
 
 def _digest(model: Any, cache: PagedCache) -> str:
-    """A digest of all that rows' bits depend on: weights, config, formats, how they are used."""
+    """A digest of all that entries' bits depend on: weights, config, formats, how they are used."""
     first: Any = cache.with_entries[0]
     kinds = [f"{type(x).__name__} {getattr(x, 'activations', None)}" for x in model.modules()]
     native: Any = _C  # mypy does not see into the module

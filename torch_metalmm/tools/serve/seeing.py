@@ -107,7 +107,7 @@ class Seeing(Runner):
         return {"attention_mask": torch.ones_like(found["input_ids"])} | found
 
     def _over(self, job: Job) -> Job:
-        """The job, whose answer is over; its rows are given back."""
+        """The job, whose answer is over; its entries are given back."""
         if self._answer is not None:
             self._answer[1].close()
         self._job = self._answer = None
