@@ -37,15 +37,15 @@ struct Argument {
 
 struct OpCall {
   c10::OperatorHandle op;
-  std::vector<Argument> arguments;
-  std::vector<int64_t>
-      results;               // place among the step's tensors; -1: none, or one that it was given
-  std::vector<size_t> last;  // places that no later op reads
-  bool is_view = false;      // its result is memory of its arguments, and no op in it wrote any
+  std::vector<Argument> arguments{};
+  // Places among the step's tensors; -1: none, or one that it was given.
+  std::vector<int64_t> results{};
+  std::vector<size_t> last{};  // places that no later op reads
+  bool is_view = false;        // its result is memory of its arguments, and no op in it wrote any
   // What an engine launched for it, which is all that it does where no other op in it computes.
   const Launcher* launcher = nullptr;
-  std::vector<BoundPlan> launches;
-  std::optional<c10::Device> device;
+  std::vector<BoundPlan> launches{};
+  std::optional<c10::Device> device{};
   bool is_launched() const { return launcher && !calls_others; }
   bool calls_others = false;
 };
