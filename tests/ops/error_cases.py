@@ -113,6 +113,11 @@ dequantize = Fitting(ops.dequantize, lambda t: dict(weight=t.w, format="q4_0"))
 embedding = Fitting(ops.embedding, lambda t: dict(ids=t.ids, weight=t.w, format="q4_0"))
 quantize = Fitting(ops.quantize, lambda t: dict(w=t.x, format="q4_0"))
 
+# A row of so many bytes may have two numbers of values.
+SEVERAL_WIDTHS = bad(
+    "weight", lambda t: t.wide, "96 or 128", "which", says="in_features", format="affine2_g32"
+)
+
 
 def rows_of(name: str, bytes_given: int, k: int) -> tuple[str, str]:
     return rf"\[{N}, {bytes_given}\]", str(formats.get(name).row_bytes(k))
@@ -186,24 +191,10 @@ CASES = {
         bad("weight", lambda t: t.w[:, 1:], "35", "q4_0"),
         bad("weight", lambda t: t.w[0], r"\[36\]", "N, row"),
         bad("dtype", torch.int8, "int8|Char", "float32"),
-        bad(
-            "weight",
-            lambda t: t.wide,
-            "96 or 128",
-            "which",
-            says="in_features",
-            format="affine2_g32",
-        ),
+        SEVERAL_WIDTHS,
     ),
     **embedding.refuses(
-        bad(
-            "weight",
-            lambda t: t.wide,
-            "96 or 128",
-            "which",
-            says="in_features",
-            format="affine2_g32",
-        ),
+        SEVERAL_WIDTHS,
         bad("in_features", 32, *rows_of("q4_0", 36, 32), says="weight"),
         bad("dtype", torch.float64, "float64|Double", "float32"),
         bad("ids", lambda t: t.ids.float(), "float|Float", "int64, int32"),

@@ -49,6 +49,11 @@ scan = Fitting(
         state=t.dense[:4].reshape(STATE).repeat(1, 1, 2, 1),
     ),
 )  # fmt: skip
+OF_STATES = (  # delta's and scan's
+    bad("state", lambda t: t.dense[:4].reshape(STATE).half(), "Half|16", "float32"),
+    bad("state", lambda t: t.dense[:4].view(2, 2, 4, 16), r"\[2, 2, 4, 16\]", r"\[1, h"),
+    bad("state", lambda t: t.dense[:3].view(1, 2, 16, 6), r"6\]", "multiple of 4"),
+)
 tables = Fitting(ops.rope_tables, lambda t: dict(positions=t.ids.view(1, -1), inv_freq=t.dense[0]))
 hadamard = Fitting(ops.hadamard, lambda t: dict(x=t.x))
 # 3 tokens to 2 of 64 experts in 4 groups.
@@ -116,9 +121,7 @@ LAYER_CASES = {
         bad("qkv", lambda t: t.x[None].int(), "int|Int", "float32"),
         bad("qkv", lambda t: t.x[None, :, 1:], "63", "2 heads of v of 16"),
         bad("qkv", lambda t: t.x[None, :, :32], "32", "q and k of 16"),
-        bad("state", lambda t: t.dense[:4].reshape(STATE).half(), "Half|16", "float32"),
-        bad("state", lambda t: t.dense[:4].view(2, 2, 4, 16), r"\[2, 2, 4, 16\]", r"\[1, h"),
-        bad("state", lambda t: t.dense[:3].view(1, 2, 16, 6), r"6\]", "multiple of 4"),
+        *OF_STATES,
         bad("state", lambda t: t.dense[:1].repeat(33, 1).view(1, 2, 264, 4), "264", "256"),
         bad("a", lambda t: t.c[None], r"\[1, 3, 5\]", r"\[1, 3, 2\]"),
         bad("b", lambda t: t.c[None, 1:, :2], r"\[1, 2, 2\]", r"\[1, 3, 2\]"),
@@ -131,9 +134,7 @@ LAYER_CASES = {
         bad("xbc", lambda t: t.x[None].int(), "int|Int", "float32"),
         bad("xbc", lambda t: t.x[None, :, 1:], "63", "2 heads of x of 16"),
         bad("xbc", lambda t: t.x[None, :, :32], "32", "b and c of 16"),
-        bad("state", lambda t: t.dense[:4].reshape(STATE).half(), "Half|16", "float32"),
-        bad("state", lambda t: t.dense[:4].view(2, 2, 4, 16), r"\[2, 2, 4, 16\]", r"\[1, h"),
-        bad("state", lambda t: t.dense[:3].view(1, 2, 16, 6), r"6\]", "multiple of 4"),
+        *OF_STATES,
         bad("state", lambda t: t.dense[:1].repeat(33, 1).view(1, 2, 4, 264), "264", "256"),
         bad("dt", lambda t: t.c[None], r"\[1, 3, 5\]", r"\[1, 3, 2\]"),
         bad("a_log", lambda t: t.bias, r"\[5\]", r"\[2\]"),

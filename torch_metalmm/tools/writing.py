@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 from torch import Tensor
 
-from .chat.marks import KEPT, Stops
+from .marks import KEPT, Stops
 
 _UNFINISHED = "\N{REPLACEMENT CHARACTER}"  # the text of bytes that are not yet a character
 

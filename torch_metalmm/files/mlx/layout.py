@@ -135,17 +135,15 @@ def planes_of(
     given = [leaf for leaf in LEAVES if f"{name}.{leaf}" in source.keys]
     if given[0] != LEAVES[0]:
         raise ValueError(f"{source.path}: {key}.weight is missing")
-    planes = [source.read(f"{name}.{leaf}") for leaf in given]
-    places = [list(p.shape[:-1]) for p in planes]
-    first = list(planes[0].shape)
-    if len(shape) > 2:
-        planes = [p.flatten(0, 1) if p.dim() == len(shape) else p for p in planes]
+    whole = [source.read(f"{name}.{leaf}") for leaf in given]
+    is_stack, weight = len(shape) > 2, whole[0].shape
+    planes = [p.flatten(0, 1) if is_stack and p.dim() == len(shape) else p for p in whole]
     codes, scales, *biases = planes
     with blaming(source.path, key):
         format = quantization.of(key, codes, scales, shape[-1]).format(scales.dtype)
-        if first[:-1] != [*shape[:-1]]:
-            raise ValueError(f"weight is {first}, the model has {count}")
-        if len(shape) > 2 and any(place != places[0] for place in places):  # else pack() tells
+        if weight[:-1] != (*shape[:-1],):
+            raise ValueError(f"weight is {[*weight]}, the model has {count}")
+        if is_stack and any(p.shape[:-1] != weight[:-1] for p in whole):  # else pack() tells
             raise ValueError(f"scales and biases are not those of {count}")
         check_planes(format, *biases)
     return format, planes

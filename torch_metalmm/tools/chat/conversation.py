@@ -8,8 +8,8 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
+from ..marks import CALL, assistant_message, calls_of, parts
 from ..writing import Writing
-from .marks import CALL, assistant_message, calls_of, parts
 from .session import Message, Session
 
 

@@ -6,8 +6,8 @@ import json
 from typing import Any
 
 from ..generate import peak_memory
+from ..marks import CALL, calls_of, parts
 from ..writing import Writing
-from .marks import CALL, calls_of, parts
 
 
 def line(answer: Writing, loading: float | None = None) -> str:

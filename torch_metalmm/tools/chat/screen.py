@@ -6,7 +6,7 @@ import sys
 from collections.abc import Callable
 from typing import Any
 
-from .marks import CALL, TEXT, THOUGHT, Splitter, calls_of
+from ..marks import CALL, TEXT, THOUGHT, Splitter, calls_of
 
 _DIM, _CALL, _ERROR = "dim", "cyan", "red"
 # A model's text moves no cursor and sets no title of a terminal, whatever is in it.

@@ -6,7 +6,7 @@ import uuid
 from collections.abc import Iterator
 from typing import Any
 
-from ..chat.marks import TEXT, THOUGHT
+from ..marks import TEXT, THOUGHT
 from ..writing import Finish
 from .errors import unsupported, wrong
 from .replies import EVENTS, Choice, Object

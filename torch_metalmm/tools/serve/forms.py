@@ -14,7 +14,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ..chat.marks import CALL, MARKS, THOUGHT, opened_by
+from ..marks import CALL, MARKS, THOUGHT, opened_by
 from ..writing import end_tokens
 from .calling import SPACING, Wanted
 from .errors import unsupported, wrong

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from ..chat.marks import TEXT, THOUGHT
+from ..marks import TEXT, THOUGHT
 from .blocks import BlockReply, functions_of, new_id, objects, text_of
 from .engine import Prompt
 from .errors import ApiError, unsupported, wrong

@@ -6,8 +6,8 @@ import json
 import threading
 from typing import Any
 
-from ..chat.marks import CALL, MARKS, opened_by
 from ..chat.template import Template
+from ..marks import CALL, MARKS, opened_by
 from ..sequence import context_of, room_behind
 from ..writing import hidden_tokens
 from .calling import Wanted

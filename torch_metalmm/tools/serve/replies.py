@@ -8,7 +8,7 @@ import uuid
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple, Protocol
 
-from ..chat.marks import CALL, MARKS, TEXT, THOUGHT, Splitter, calls_of, opened_by
+from ..marks import CALL, MARKS, TEXT, THOUGHT, Splitter, calls_of, opened_by
 from ..writing import Finish
 from .calling import Calls
 from .errors import ApiError
@@ -165,19 +165,17 @@ class Choices:
 
     def whole(self) -> Object:
         self._offsets = [0] * len(self._choices)
-        found = [
-            self._choice(i, self._all(choice), choice.whole)
-            for i, choice in enumerate(self._choices)
-        ]
+        wholes = [choice.whole for choice in self._choices]
+        found = [self._choice(i, self._all(i, whole), whole) for i, whole in enumerate(wholes)]
         return {**self._head, "object": self.kind, "choices": found, "usage": self._usage()}
 
     def _chunk(self, index: int, piece: Piece) -> Object:
         """The fields of a choice's piece."""
         return {"text": piece.text}
 
-    def _all(self, choice: Choice) -> Object:
+    def _all(self, index: int, whole: Piece) -> Object:
         """The fields of the whole choice."""
-        return {"text": choice.before + choice.whole.text}
+        return {"text": self._choices[index].before + whole.text}
 
     def _scores(self, index: int, scored: list[Scored]) -> Object:
         spell, offset = self._choices[index].spell, self._offsets[index]
@@ -232,8 +230,7 @@ class ChatChoices(Choices):
         told = {"reasoning_content": piece.thought, "content": piece.text, "tool_calls": calls}
         return {"delta": {name: value for name, value in told.items() if value}}
 
-    def _all(self, choice: Choice) -> Object:
-        whole = choice.whole
+    def _all(self, index: int, whole: Piece) -> Object:
         message: Object = {"role": "assistant", "content": whole.content, "refusal": None}
         if whole.thought:
             message["reasoning_content"] = whole.thought

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from ..chat.marks import TEXT
+from ..marks import TEXT
 from .blocks import BlockReply, functions_of, new_id, objects, text_of
 from .engine import Prompt
 from .errors import ApiError, unsupported, wrong

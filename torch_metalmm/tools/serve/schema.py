@@ -11,7 +11,7 @@ from dataclasses import dataclass, fields
 from functools import cache, cached_property
 from typing import Any, ClassVar, Literal, TypeVar, cast
 
-from ..chat.marks import CALL, MARKS
+from ..marks import CALL, MARKS
 from ..writing import Options
 from .calling import Calls, Wanted, calls_of, schema_text
 from .engine import Prompt

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from torch_metalmm.tools.chat.marks import (
+from torch_metalmm.tools.marks import (
     CALL,
     TEXT,
     THOUGHT,
